@@ -168,7 +168,10 @@ def rpc_async(
     ``async def`` runs as a task there, plain ``def`` in a thread. ``timeout`` is in seconds, 0 for none; unset, it is
     `RpcOptions.rpc_timeout`. Inside a handler no call may outlast what the handler's own caller has left.
     """
-    return current().agent.call(to, func, args, kwargs, timeout, depth=3)
+    scope = current_scope.get()
+    # `current`, written out
+    agent: Agent = (scope.worker if scope is not None else current()).agent
+    return agent.call(to, func, args, kwargs, timeout, depth=3)
 
 
 @overload

@@ -579,7 +579,7 @@ class Worker:
         end = loop.time() + patience_s
         while True:
             peer = self.agent.peer(record.name)
-            if (peer is not None and peer.connection is not None) or await self.agent.connector.is_alive(record):
+            if (peer is not None and peer.connection is not None) or await self.agent.connector.dialer.is_alive(record):
                 return True
             if loop.time() >= end:
                 return False

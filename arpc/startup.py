@@ -193,7 +193,7 @@ async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out 
             return WorkerRecord(name, worker_id, identity.incarnation, listening, host, identity.main, placement.claims)
 
         record = await rendezvous.join(
-            name, make_record, timeout_s=options.init_timeout, probe=agent.connector.is_alive
+            name, make_record, timeout_s=options.init_timeout, probe=agent.connector.dialer.is_alive
         )
         await _meet_members(rendezvous, record, agent)
         lookout.start()

@@ -122,7 +122,7 @@ class Agent:
         """For timers that are always set: calls a function at a time of the loop's clock."""
         self.deadlines = Deadlines(self.loop, self.call_at)
         self.timeouts = Timeouts(self.deadlines, options.rpc_timeout, are_sent=options.timeouts_travel)
-        self.connector = Connector(self, identity, options, transports, context, watchers)
+        self.connector = Connector(self, identity, transports, context, watchers)
         self.peers = PeerDirectory(
             WorkerInfo(identity.name, identity.id),
             self.make_peer,
@@ -165,7 +165,7 @@ class Agent:
         self.call = self.caller.call
         self.call_and_wait = self.caller.call_and_wait
         self.request = self.caller.request
-        self.create = self.caller.create
+        self.create = self.caller.begin
         self.stream = self.caller.stream
         self.on_loop = self.caller.on_loop
         self.prepare = partial(sender.prepare, self.on_loop)
@@ -361,10 +361,6 @@ class Agent:
     def _on_goodbye(self, link: Link, message: Message) -> None:
         link.goodbye = bytes(message.body).decode(errors="replace") or "it closed the connection"
 
-    def link_lost(self, link: Link) -> None:
-        """A connection has ended: what it asked for and waits will not run."""
-        self.observers.dropped(link.inbound)
-
     def output_drained(self, connection: Connection) -> None:
         """The peer takes bytes again."""
         link: Link | None = connection.owner
@@ -417,7 +413,7 @@ class Agent:
         for message_class in self._requests:
             self._handlers[message_class] = self.dispatcher.refuse
         self.heartbeat.close()
-        await self.connector.reconnect.aclose()
+        await self.connector.retry.aclose()
         await self.caller.aclose()
         for peer in self.peers:
             await peer.aclose()

@@ -38,6 +38,7 @@ class LoopWatch:
         self._over = threading.Event()
         self._thread_id = threading.get_ident()
         self._seen_s = time.monotonic()
+        self._told_s = -1.0
         self._timer = loop.call_later(self._interval_s, self._tick, loop)
         # weakly: a loop that is dropped with its workers must be able to go
         arguments = (weakref.ref(loop), weakref.ref(self), self._over, self._interval_s)
@@ -52,14 +53,15 @@ class LoopWatch:
         self._timer.cancel()
         self._over.set()
 
-    def look(self, told_s: float) -> float:
-        """Log what keeps the loop, once for each time; returns when the loop was last seen. Called by the thread."""
+    def look(self) -> None:
+        """Log what keeps the loop, once for each time. Called by the thread."""
         seen_s = self._seen_s
-        if time.monotonic() - seen_s < self._limit_s + self._interval_s or seen_s == told_s:
-            return told_s
+        if time.monotonic() - seen_s < self._limit_s + self._interval_s or seen_s == self._told_s:
+            return
         frame = frames_of_threads().get(self._thread_id)
         if frame is None or (found := _blocking(frame)) is None:
-            return told_s
+            return
+        self._told_s = seen_s
         handler, place = found
         logger.warning(
             "%s has kept the event loop of worker %s for more than %g s, and no other call ran there. It is at %s. "
@@ -70,7 +72,6 @@ class LoopWatch:
             f"{place.f_code.co_filename}:{place.f_lineno}",
             extra={"worker": self.workers[0] if self.workers else None},
         )
-        return seen_s
 
 
 def _watch(
@@ -79,7 +80,6 @@ def _watch(
     over: threading.Event,
     interval_s: float,
 ) -> None:
-    told_s = -1.0
     before_s = time.monotonic()
     while not over.wait(interval_s):
         now_s = time.monotonic()
@@ -89,7 +89,7 @@ def _watch(
         if watched is None or looked_after is None or watched.is_closed():
             return
         if watched.is_running() and not was_stopped:
-            told_s = looked_after.look(told_s)
+            looked_after.look()
         del watched, looked_after
 
 

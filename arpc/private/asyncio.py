@@ -46,10 +46,21 @@ WAKES_DIRECTLY: Final = not PUBLIC_ONLY and hasattr(asyncio.Future, "_asyncio_fu
 """Tasks take any object with this attribute for a future, so one of ours can wake them when it is done."""
 
 
-_peek_running_loop: Callable[[], asyncio.AbstractEventLoop | None] | None = (
-    None if PUBLIC_ONLY else getattr(asyncio, "_get_running_loop", None)
+def find_running_loop() -> asyncio.AbstractEventLoop | None:
+    """`running_loop` by documented APIs."""
+    try:
+        return asyncio.get_running_loop()
+    except RuntimeError:
+        return None
+
+
+running_loop: Callable[[], asyncio.AbstractEventLoop | None] = (
+    find_running_loop if PUBLIC_ONLY else getattr(asyncio, "_get_running_loop", find_running_loop)
 )
-"""Unlike ``asyncio.get_running_loop`` it raises nothing, which would cost as much as a small call."""
+"""The loop that runs in this thread, None if there is none.
+
+Unlike ``asyncio.get_running_loop`` it raises nothing, which would cost as much as a small call.
+"""
 
 
 def private_apis() -> dict[str, bool]:
@@ -57,23 +68,13 @@ def private_apis() -> dict[str, bool]:
     return {
         "enter_task": ENTERS_TASKS,
         "future_blocking": WAKES_DIRECTLY,
-        "running_loop": _peek_running_loop is not None,
+        "running_loop": running_loop is not find_running_loop,
     }
 
 
 def mark_awaited(future: Any, *, is_awaited: bool) -> None:
     """Set the mark that a coroutine leaves on the future it awaits, and that its task takes away."""
     future._asyncio_future_blocking = is_awaited
-
-
-def running_loop() -> asyncio.AbstractEventLoop | None:
-    """The loop that runs in this thread, None if there is none."""
-    if _peek_running_loop is not None:
-        return _peek_running_loop()
-    try:
-        return asyncio.get_running_loop()
-    except RuntimeError:
-        return None
 
 
 def awaited_by(task: asyncio.Task[Any]) -> object:

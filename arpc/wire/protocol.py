@@ -130,6 +130,11 @@ class Protocol:
         return not (self._inbox.waiting or self._end or self._large_body_bytes)
 
     @property
+    def role(self) -> Role:
+        """Whether this side made the connection."""
+        return self._handshake.role
+
+    @property
     def peer(self) -> Identity | None:
         """Who is on the other side, once the handshake is done."""
         return self._handshake.peer

@@ -95,7 +95,7 @@ async def test_a_worker_that_cannot_be_reached_is_given_up_in_time():
 
         network.connect = connect
         try:
-            group[1].agent.connector.reconnect.begin = lambda *_: None
+            group[1].agent.connector.retry.begin_search = lambda *_: None
             group[0].agent.peer("worker1").connection.abort(WireError("cut by the test"))
             event = await next_of(stream, MemberLost)
             assert event.worker == group[1].info
@@ -139,7 +139,7 @@ async def test_a_worker_that_only_others_can_connect_to_has_its_grace(monkeypatc
         assert await group[1].rpc_sync("worker0", echo, args=("back",)) == "back"
         await next_of(stream, MemberReturned)
         assert lost == []
-        assert not agent.connector.connect_retry._came
+        assert not agent.connector.retry.searches
 
 
 async def test_a_cut_connection_is_made_again():
@@ -238,11 +238,11 @@ async def test_nobody_is_connected_to_when_nobody_listens():
     async with cluster(3, options=OPTIONS) as group:
         stream = group[0].membership()
         await all_connected(group)
-        await until(lambda: not len(group[0].agent.connector.reconnect))
+        await until(lambda: not group[0].agent.connector.retry.searches)
         await stream.aclose()
         group[0].agent.peer("worker1").connection.abort(WireError("cut by the test"))
         await until(lambda: group[0].agent.peer("worker1").connection is None)
-        assert not len(group[0].agent.connector.reconnect)
+        assert not group[0].agent.connector.retry.searches
         assert group[0].statistics()["members"]["suspected"] == 1
         assert await group[0].rpc_sync("worker1", echo, args=("anew",)) == "anew"
         assert group[0].statistics()["members"]["suspected"] == 0

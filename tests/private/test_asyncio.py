@@ -25,9 +25,7 @@ def test_an_environment_variable_turns_them_off():
     assert set(done.stdout.split()) == {"False"}
 
 
-@pytest.mark.parametrize("is_public", [False, True])
-async def test_the_running_loop_is_found(monkeypatch, is_public):
-    if is_public:
-        monkeypatch.setattr(private, "_peek_running_loop", None)
-    assert private.running_loop() is asyncio.get_running_loop()
-    assert await asyncio.to_thread(private.running_loop) is None
+@pytest.mark.parametrize("running_loop", [private.running_loop, private.find_running_loop])
+async def test_the_running_loop_is_found(running_loop):
+    assert running_loop() is asyncio.get_running_loop()
+    assert await asyncio.to_thread(running_loop) is None

@@ -102,7 +102,7 @@ async def test_a_cut_connection_is_made_again_and_nothing_is_reclaimed():
         transport.inject(Fault(MessageType.REQUEST, "cut", count=1))
         with pytest.raises(arpc.WorkerLostError):
             await arpc.rpc_sync("worker1", int)
-        await until(lambda: not any(len(worker.agent.connector.reconnect) for worker in group))
+        await until(lambda: not any(worker.agent.connector.retry.searches for worker in group))
         assert await rref == 7
         del rref
         await nothing_is_held(group)

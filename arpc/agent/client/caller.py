@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-import weakref
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import copy_context
 from threading import get_ident
@@ -18,7 +17,7 @@ from arpc.agent.client.deadlines import Timeouts
 from arpc.agent.client.future import Future
 from arpc.agent.client.pending_calls import Call, CallSender, Cancellable
 from arpc.agent.client.sender import Sender
-from arpc.agent.client.streams import ItemOrder, Stream
+from arpc.agent.client.streams import Stream
 from arpc.agent.client.waiter import waiter_factory
 from arpc.agent.hooks.observers import Observers
 from arpc.agent.peers.directory import PeerDirectory
@@ -28,13 +27,11 @@ from arpc.errors import ArpcError, ShutdownError, not_run, set_may_have_run
 from arpc.group.membership import GroupNotAskedError, WorkerRecord
 from arpc.ids import WorkerInfo
 from arpc.options import UNSET, Unset
-from arpc.wire.frames import frame
-from arpc.wire.messages import Message, MessageType, RequestFlag
+from arpc.wire.messages import Message, RequestFlag
 from arpc.wire.metadata import WINDOW, pack_window
 
 __all__ = ["Caller"]
 
-_CREDIT: Final = int(MessageType.CREDIT)
 _NAMELESS: Final = 1
 """In the place of a function's number, in messages that name no function."""
 
@@ -123,7 +120,7 @@ class Caller:
         if get_ident() != self._thread:
             self._call_from_thread(to, call)
         else:
-            self._begin(to, call)
+            self.begin(to, call)
         return future
 
     def request(
@@ -153,12 +150,8 @@ class Caller:
             is_internal=is_internal,
             function_id=_NAMELESS,
         )
-        self._begin(to, call)
+        self.begin(to, call)
         return future
-
-    def create(self, to: str | int | WorkerInfo, call: Call) -> None:
-        """Send a feature's own message that names a function, as a call does. Called on the loop."""
-        self._begin(to, call)
 
     def stream(
         self,
@@ -177,61 +170,43 @@ class Caller:
         """
         if self._innermost.is_closed or get_ident() != self._thread:
             self._innermost.refuse(function)
-        ending = Future(loop=self._loop) if future is None else future
-
-        def give_credit(items: int) -> None:
-            if call.connection is not None and call.connection.is_open:
-                call.connection.send(frame(_CREDIT, 0, ending.call_id, items, 0, b""))
-
-        stream: Stream[Any] = Stream(self._loop, window, give_credit, lambda: _ignore(ending.cancel()))
-        # The pending call must not keep the stream alive: dropping the stream is how people leave an `async for`
-        reference = weakref.ref(stream)
-
-        def item_received(item: Any) -> None:
-            if (alive := reference()) is not None:
-                alive.item_received(item)
-
-        def ended(future: asyncio.Future[Any]) -> None:
-            if (alive := reference()) is not None:
-                alive.end_received(future)
-            elif not future.cancelled():
-                future.exception()
-
         call = Call(
             None,
-            ending,
+            Future(loop=self._loop) if future is None else future,
             function,
             args,
             kwargs,
             timeout,
             flags=RequestFlag.STREAM,
-            metadata={WINDOW: pack_window(window)},
             called=name,
-            items=ItemOrder(item_received),
         )
-        self._begin(to, call)
-        ending.add_done_callback(ended)
+        stream: Stream[Any] = Stream(call, window)
+        call.metadata = {WINDOW: pack_window(window)}
+        self.begin(to, call)
         return stream
 
     # -- beginnings
 
-    def _begin(self, to: str | int | WorkerInfo, call: Call) -> None:
-        """Send a call, once it is known which peer ``to`` means. Its recipient is a `Cancellable`."""
-        peer = self._peers.get(to)
-        if peer is None or peer.must_be_asked_for:
+    def begin(self, to: str | int | WorkerInfo, call: Call) -> None:
+        """Send a call, once it is known which peer ``to`` means. Its recipient is a `Cancellable`. Called on the loop.
+
+        Features use it for messages of their own that name a function, as a call does.
+        """
+        try:
+            peer = self._known_peers.get(to)
+        except TypeError:
+            peer = None
+        if peer is None or (peer.connection is None and peer.must_be_asked_for):
             self._defer(to, call)
             return
+        recipient: Cancellable = call.recipient
+        call.peer = peer
         try:
-            self._send(peer, call)
+            recipient.call_id = self.sender.send(call)
         except RuntimeError:
             self.check_loop()
             raise
-
-    def _send(self, peer: Peer, call: Call) -> None:
-        future: Cancellable = call.recipient
-        call.peer = peer
-        future.call_id = self.sender.send(call)
-        future.callee = peer
+        recipient.callee = peer
 
     def _defer(self, to: str | int | WorkerInfo, call: Call) -> None:
         """Ask the group about a worker that is not known yet, or may be another one by now, then call it."""
@@ -246,7 +221,7 @@ class Caller:
                 peer = await self._find_out(to)
                 if not future.done():
                     future.on_cancel = None
-                    self._send(peer, call)
+                    self.begin(peer.info, call)  # it is known now
             except Exception as error:  # noqa: BLE001 - whoever waits finds it in the future
                 set_may_have_run(error, may_have_run=False)
                 if not future.done():
@@ -261,7 +236,7 @@ class Caller:
         task = self._loop.create_task(resolve_and_call())
         self.deferred.add(task)
         task.add_done_callback(self.deferred.discard)
-        future.on_cancel = lambda: None if task.done() else _ignore(task.cancel())
+        future.on_cancel = task.cancel
 
     async def _find_out(self, to: str | int | WorkerInfo) -> Peer:
         """The peer that has a name, an id or both now, as the group says."""
@@ -292,7 +267,7 @@ class Caller:
             if future.done():
                 return
             try:
-                self._begin(to, call)
+                self.begin(to, call)
             except Exception as error:  # noqa: BLE001 - the thread finds it in the future
                 future.set_exception(error)
 
@@ -342,7 +317,3 @@ class Caller:
 
 # By which Python warns of a coroutine that nobody awaits: the name that people know
 Caller.call_and_wait.__qualname__ = "arpc.rpc_sync"
-
-
-def _ignore(_: object) -> None:
-    """For callbacks whose result means nothing."""

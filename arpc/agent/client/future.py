@@ -6,11 +6,13 @@ import asyncio
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable
+from itertools import islice
 from types import CodeType
 from typing import Any, Final, Generic, TypeVar, cast
 
 from arpc import torchstate
 from arpc.errors import ShutdownError
+from arpc.private.asyncio import running_loop
 from arpc.private.interpreter import caller_frame
 from arpc.user_errors import is_a, is_coroutine, set_cause, summary_of
 
@@ -38,7 +40,7 @@ class Future(asyncio.Future[T], Generic[T]):
 
     script_type: Any = None
     """Of the call of a TorchScript function: the type of its value, as the function's schema has it."""
-    on_cancel: Callable[[], None] | None = None
+    on_cancel: Callable[[], object] | None = None
     callee: Any = None
     """The peer whose ``cancel(call_id)`` is called if this is cancelled. It takes one object less than `on_cancel`."""
     call_id = 0
@@ -49,13 +51,10 @@ class Future(asyncio.Future[T], Generic[T]):
 
     def _on_loop(self) -> bool:
         """True on the thread of the loop, where the future may be touched directly."""
-        try:
-            return asyncio.get_running_loop() is self.get_loop()
-        except RuntimeError:
-            return False
+        return running_loop() is self.get_loop()
 
     def set_result(self, result: T) -> None:
-        if self._on_loop():
+        if running_loop() is self.get_loop():
             _complete(self, result)
         else:
             _soon(self.get_loop(), _complete, self, result)
@@ -196,7 +195,8 @@ class Future(asyncio.Future[T], Generic[T]):
         text = super().__repr__()
         if self._code is None:
             return text
-        return f"{text[:-1]} called at {self._code.co_filename}:{_line(self._code, self._lasti)}>"
+        line = next(islice(self._code.co_positions(), self._lasti // 2, None))[0]
+        return f"{text[:-1]} called at {self._code.co_filename}:{line}>"
 
     def __reduce__(self) -> str | tuple[Any, ...]:
         raise TypeError("a Future cannot be pickled: send its value, or an RRef to it")
@@ -215,14 +215,6 @@ def _closed_loop() -> ShutdownError:
         "the event loop of this future is closed, so that no value can come and no callback can run: wait for calls "
         "before the loop of their worker ends"
     )
-
-
-def _line(code: CodeType, lasti: int) -> int:
-    line = code.co_firstlineno
-    for start, end, number in code.co_lines():
-        if start <= lasti < end and number is not None:
-            line = number
-    return line
 
 
 def collect_all(futures: Iterable[Future[T]]) -> Future[list[Future[T]]]:

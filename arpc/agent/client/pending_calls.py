@@ -40,7 +40,7 @@ class Cancellable(Recipient, Protocol):
 
     call_id: int
     callee: Any
-    on_cancel: Callable[[], None] | None
+    on_cancel: Callable[[], object] | None
 
 
 class Call(msgspec.Struct, eq=False):
@@ -84,6 +84,8 @@ class Call(msgspec.Struct, eq=False):
     """Takes the items of a stream."""
     sent_at: float = 0.0
     """When it was sent, if that is looked at."""
+    observed: Any = None
+    """What observers know of it, an `observers.Outgoing`."""
 
     @property
     def name(self) -> str:

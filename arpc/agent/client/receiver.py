@@ -117,20 +117,17 @@ class Receiver:
         """The result that an answer holds, for a call of a thread that is in no table. Raises the failure it may be."""
         token = current_scope.set(self._scope)
         try:
-            return self._answer(peer, message, function)
+            if isinstance(message, Reply):
+                try:
+                    return self.result(peer, message)
+                except ProtocolError as error:
+                    raise SerializationError(f"the result of {function} is malformed") from error
+                except Exception as error:  # the rest is for the thread that waits for it, as Ctrl-C is
+                    raise self.unreadable(function, error) from error
+            try:
+                failure = self.failure(peer, message, function)
+            except Exception as error:
+                raise SerializationError(f"the failure of {function} is malformed") from error
+            raise failure
         finally:
             current_scope.reset(token)
-
-    def _answer(self, peer: WorkerInfo, message: Message, function: str) -> Any:
-        if isinstance(message, Reply):
-            try:
-                return self.result(peer, message)
-            except ProtocolError as error:
-                raise SerializationError(f"the result of {function} is malformed") from error
-            except Exception as error:  # the rest is for the thread that waits for it, as Ctrl-C is
-                raise self.unreadable(function, error) from error
-        try:
-            failure = self.failure(peer, message, function)
-        except Exception as error:
-            raise SerializationError(f"the failure of {function} is malformed") from error
-        raise failure

@@ -79,14 +79,14 @@ class Sender:
             tick, call.timeout_ms, _ = self._timeouts.within(scope.deadline, call.timeout, call.called or call.function)
         args, kwargs = call.args, call.kwargs
         if args.__class__ is not tuple or (kwargs is not None and kwargs.__class__ is not dict):
-            args, kwargs = _check_arguments(call)
-        number: int | None = call.function_id
+            args, kwargs = call.args, call.kwargs = as_arguments(args), as_keywords(kwargs)
+        number = call.function_id
         if not number:
             try:
-                number = peer.function_ids.get(call.function)
-            except TypeError:
-                number = 0  # not hashable, so not a function of a module
-            call.function_id = number = self._define(call) if number is None else number
+                number = peer.function_ids[call.function]
+            except (KeyError, TypeError):
+                number = self._define(call)
+            call.function_id = number
         pickle, slots, meta, tensors = b"", _NO_SLOTS, b"", None
         if args or not number or kwargs:
             if not number:
@@ -182,10 +182,8 @@ class Sender:
         arguments = as_arguments(args)
         keywords = as_keywords(kwargs) if kwargs else None
         try:
-            number = peer.function_ids.get(function)
-        except TypeError:
-            number = 0
-        if number is None:
+            number = peer.function_ids[function]
+        except (KeyError, TypeError):
             number = on_loop(lambda: peer.define(function))
             if not number and (prepare := self._preparations.get(type(function))) is not None:
                 function, arguments = prepare(function, arguments, keywords)
@@ -198,11 +196,11 @@ class Sender:
     def _pickle(
         self, peer: Peer, number: int, function: Any, args: Any, kwargs: Mapping[str, Any] | None
     ) -> tuple[bytes, list[Slot]]:
-        if args.__class__ is not tuple:
-            if args.__class__ is Prepared and bool(number) is args.is_named:
+        if args.__class__ is Prepared:
+            if bool(number) is args.is_named:
                 return args.pickle, list(args.slots)
             # Since it was prepared the peer may have come back as another, to which functions travel in another way
-            args = args.args if args.__class__ is Prepared else as_arguments(args)
+            args = args.args
         if number:
             pickle, slots = self._pickler.dumps_call(
                 function, args, kwargs, main_by_value=peer.main_by_value, to=peer.info
@@ -257,7 +255,7 @@ class Sender:
 
 def as_arguments(args: Any) -> tuple[Any, ...]:
     """The positional arguments as a tuple. What is no list of arguments is refused: it would be taken apart."""
-    if args.__class__ is tuple:
+    if args.__class__ is tuple or args.__class__ is Prepared:
         return args
     if args is None:
         return ()
@@ -266,17 +264,10 @@ def as_arguments(args: Any) -> tuple[Any, ...]:
     raise TypeError(f"args must be a tuple of arguments, not {type(args).__qualname__}: write args=(value,)")
 
 
-def _check_arguments(call: Call) -> tuple[Any, Mapping[str, Any] | None]:
-    """The arguments of a call as they are sent. Raises `TypeError` for what is none."""
-    if call.args.__class__ is not Prepared:
-        call.args = as_arguments(call.args)
-    if call.kwargs is not None and call.kwargs.__class__ is not dict:
-        call.kwargs = as_keywords(call.kwargs)
-    return call.args, call.kwargs
-
-
-def as_keywords(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+def as_keywords(kwargs: Mapping[str, Any] | None) -> dict[str, Any] | None:
     """The arguments by name as they are sent."""
+    if kwargs is None:
+        return None
     if not isinstance(kwargs, Mapping):
         raise TypeError(f"kwargs must be a dict of arguments by name, not {type(kwargs).__qualname__}")
     return dict(kwargs)

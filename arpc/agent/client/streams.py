@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import weakref
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, Generic, NoReturn, Self, TypeVar
 
+from arpc.wire.frames import frame
+from arpc.wire.messages import MessageType
+
+if TYPE_CHECKING:
+    from arpc.agent.client.pending_calls import Call
+
 __all__ = ["ItemOrder", "Stream"]
 
 T = TypeVar("T")
 
+_CREDIT: Final = int(MessageType.CREDIT)
 _PLACE_MASK: Final = (1 << 32) - 1
 
 
@@ -44,10 +52,6 @@ class ItemOrder:
             due = self._early.pop(self._next, None)
 
 
-def _call_is_over(*_: object) -> None:
-    """In the place of what a stream does with its call."""
-
-
 class Stream(AsyncIterator[T], Generic[T]):
     """The caller's end: ``async for item in stream``.
 
@@ -58,23 +62,21 @@ class Stream(AsyncIterator[T], Generic[T]):
     anchor: object = None
     """Lives as long as the stream."""
 
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        window: int,
-        give_credit: Callable[[int], None],
-        cancel: Callable[[], None],
-    ) -> None:
+    def __init__(self, call: Call, window: int) -> None:
+        """``call`` is the one of the generator, before it is sent; its recipient is a `Future`."""
         if window < 1:
             raise ValueError(f"the window of a stream must be at least 1, not {window}")
         self._window = window
-        self._give_credit = give_credit
-        self._cancel = cancel
-        self._loop = loop
+        self._call: Call | None = call
+        """None once it has ended."""
+        self._loop: asyncio.AbstractEventLoop = call.recipient.get_loop()
+        # The pending call must not keep the stream alive: dropping the stream is how people leave an `async for`
+        me = weakref.ref(self)
+        call.items = ItemOrder(partial(_item_received, me))
+        call.recipient.add_done_callback(partial(_end_received, me))
         self._items: deque[tuple[T | None, BaseException | None]] = deque()
         self._waiter: asyncio.Future[None] | None = None
         self._consumed = 0
-        self._is_over = False
         self._is_closed = False
 
     # -- fed by the agent
@@ -87,10 +89,9 @@ class Stream(AsyncIterator[T], Generic[T]):
     def end_received(self, future: asyncio.Future[Any]) -> None:
         """The call behind the stream has ended: done callback of its future."""
         error = asyncio.CancelledError() if future.cancelled() else future.exception()
-        self._is_over = True
-        # These refer to the call, and so to its error, whose traceback may refer to this stream: a cycle that the
-        # garbage collector cannot see through, and that would keep the anchor
-        self._cancel = self._give_credit = _call_is_over
+        # It refers to its error, whose traceback may refer to this stream: a cycle that the garbage collector cannot
+        # see through, and that would keep the anchor
+        self._call = None
         if not self._is_closed:
             self._items.append((None, StopAsyncIteration() if error is None else error))
             self._wake()
@@ -135,9 +136,11 @@ class Stream(AsyncIterator[T], Generic[T]):
                 del error  # its traceback refers to this frame, and together they would keep each other
         self._consumed += 1
         # give credit back in portions: half a window keeps the producer busy meanwhile
-        if not self._is_over and self._consumed * 2 >= self._window:
+        if self._call is not None and self._consumed * 2 >= self._window:
             consumed, self._consumed = self._consumed, 0
-            self._give_credit(consumed)
+            connection = self._call.connection
+            if connection is not None and connection.is_open:
+                connection.send(frame(_CREDIT, 0, self._call.recipient.call_id, consumed, 0, b""))
         return item  # type: ignore[return-value]
 
     async def aclose(self) -> None:
@@ -149,8 +152,8 @@ class Stream(AsyncIterator[T], Generic[T]):
             self._is_closed = True
             self._items.clear()
             self._wake()
-            if not self._is_over:
-                self._cancel()
+            if self._call is not None:
+                self._call.recipient.cancel()
 
     async def __aenter__(self) -> Self:
         return self
@@ -160,5 +163,18 @@ class Stream(AsyncIterator[T], Generic[T]):
 
     def __del__(self) -> None:
         # `break` in an `async for` drops the stream without a word. This may run on any thread.
-        if not getattr(self, "_is_over", True) and not self._is_closed and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._cancel)
+        call = getattr(self, "_call", None)
+        if call is not None and not self._is_closed and not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(call.recipient.cancel)
+
+
+def _item_received(reference: weakref.ref[Stream[Any]], item: Any) -> None:
+    if (stream := reference()) is not None:
+        stream.item_received(item)
+
+
+def _end_received(reference: weakref.ref[Stream[Any]], future: asyncio.Future[Any]) -> None:
+    if (stream := reference()) is not None:
+        stream.end_received(future)
+    elif not future.cancelled():
+        future.exception()  # so that it counts as looked at

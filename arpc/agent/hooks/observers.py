@@ -30,7 +30,7 @@ from arpc.ids import WorkerInfo
 from arpc.torchstate import AllSteps, Stepped, Steps, call_stepped, current_steps, step_result
 from arpc.user_errors import is_a
 from arpc.wire.frames import HEADER_BYTES
-from arpc.wire.messages import MESSAGE_CLASSES, Message, MessageType, RequestFlag
+from arpc.wire.messages import MESSAGE_CLASSES, Failure, Item, Message, MessageType, Reply, RequestFlag
 from arpc.wire.values.packing import Slot
 
 __all__ = [
@@ -50,6 +50,7 @@ _now = time.perf_counter_ns
 _encode_headers = msgspec.msgpack.Encoder().encode
 _decode_headers = msgspec.msgpack.Decoder(dict[str, Any]).decode
 _NOTHING: Final[tuple[()]] = ()
+_ANSWERS: Final = (Reply, Item, Failure)
 
 F = TypeVar("F", bound=Callable[..., Any])
 T = TypeVar("T")
@@ -95,6 +96,8 @@ class _Observed(msgspec.Struct, eq=False, kw_only=True):
     """What observers of the caller send along, by their `key`, as msgpack."""
     outcome: Outcome | None = None
     error: BaseException | None = None
+    observers: tuple[Observer, ...] = ()
+    """Those that hear of it."""
 
 
 class Outgoing(_Observed, eq=False, kw_only=True):
@@ -110,8 +113,6 @@ class Handling(_Observed, eq=False, kw_only=True):
     """A request of a peer. It may wait before its function begins, or never begin: then `began_ns` is 0."""
 
     accepted_ns: int
-    observers: tuple[Observer, ...] = ()
-    """Those that hear of it."""
     shared: dict[type, Any] = msgspec.field(default_factory=dict)
     """What observers of one kind share."""
     steps: Any = None
@@ -201,7 +202,6 @@ class Observers(Interceptor):
     def __init__(self, standing: Sequence[Observer] = ()) -> None:
         self.occasions = self.installed = list[Observer]()
         self.standing = tuple(standing)
-        self._pending: dict[tuple[Any, int], Outgoing] = {}
         self._waiting: WeakKeyDictionary[Inbound, dict[int, Handling]] = WeakKeyDictionary()
         """Requests that have been accepted and have not begun."""
 
@@ -213,72 +213,45 @@ class Observers(Interceptor):
 
     def concerned(self) -> Sequence[Observer]:
         """The observers that hear of a request that begins now."""
-        for observer in self.standing:
-            if observer.occasions:
-                return [*self.installed, *[observer for observer in self.standing if observer.occasions]]
-        return self.installed
+        standing = [observer for observer in self.standing if observer.occasions]
+        return [*self.installed, *standing] if standing else self.installed
 
     def thread_calls(self, context: Context, peer: str, function: Any) -> None:
         for observer in self.concerned():
             observer.thread_calls(context, peer, function)
 
-    def begin(self, concerned: Iterable[Observer], call: Call, send: Callable[[Call], int]) -> int:
+    def begin(self, call: Call, send: Callable[[Call], int]) -> int:
         """Make a request by ``send``, and tell observers of it."""
-        peer = call.peer
         target = call.called or call.function
-        request = Outgoing(
-            peer=peer.info,
+        request = call.observed = Outgoing(
+            peer=call.peer.info,
             function=name_of(target),
             kind=kind_of(call.type, call.flags),
             is_awaited=call.is_awaited,
             target=target,
             began_ns=_now(),
+            observers=tuple(self.concerned()),
         )
-        observers = tuple(concerned)
-        for observer in observers:
+        for observer in request.observers:
             observer.request_begins(request)
         if request.headers:
             call.metadata = {**(call.metadata or {}), self.key: _encode_headers(request.headers)}
         try:
             request.id = call_id = send(call)
         except BaseException as error:
-            self._end(request, observers, Outcome.ERROR, error)
+            _end(request, Outcome.ERROR, error)
             raise
-        sent = peer.calls.get(call_id)
-        request.sent_bytes = max(HEADER_BYTES, sent.size_bytes if sent is not None else 0)
-        self._pending[peer, call_id] = request
-        call.recipient.add_done_callback(partial(self._call_ended, request, observers, (peer, call_id)))
+        request.sent_bytes = max(HEADER_BYTES, call.size_bytes)
+        call.recipient.add_done_callback(partial(_call_ended, request))
         return call_id
-
-    def _call_ended(
-        self, request: Outgoing, observers: tuple[Observer, ...], place: tuple[Any, int], recipient: Any
-    ) -> None:
-        if self._pending.get(place) is request:
-            del self._pending[place]
-        if recipient.cancelled():
-            self._end(request, observers, Outcome.CANCELLED, None)
-            return
-        error = error_of(recipient)
-        outcome = Outcome.OK if error is None else _outcome_of(error)
-        self._end(request, observers, outcome, error)
-
-    def _end(
-        self, request: Outgoing, observers: Iterable[Observer], outcome: Outcome, error: BaseException | None
-    ) -> None:
-        request.ended_ns = request.ended_ns or _now()
-        request.outcome = outcome
-        request.error = error
-        for observer in observers:
-            observer.request_ends(request)
-        request.error = None  # it refers to frames, and they to what they hold
 
     def answered(self, peer: Any, messages: Iterable[Message]) -> None:
         """Messages have come: of those that are answers, note when they came and how large they are."""
         for message in messages:
-            request = self._pending.get((peer, message.id))
-            if request is not None:
-                request.ended_ns = _now()
-                request.received_bytes += HEADER_BYTES + message.size_bytes
+            call: Call | None = peer.calls.get(message.id) if isinstance(message, _ANSWERS) else None
+            if call is not None and call.observed is not None:
+                call.observed.ended_ns = _now()
+                call.observed.received_bytes += HEADER_BYTES + message.size_bytes
 
     # -- headers, as an interceptor
 
@@ -287,23 +260,14 @@ class Observers(Interceptor):
         if not isinstance(run, Run):
             return
         headers = _headers(meta)
-        if run.handling is None:
-            observers = tuple(observer for observer in self.standing if observer.key in headers)
-            if observers:
-                run.handling = Handling(
-                    peer=peer,
-                    function=run.name,
-                    kind=Kind.CALL,
-                    id=run.id,
-                    accepted_ns=_now(),
-                    headers=headers,
-                    observers=observers,
-                )
-                for observer in observers:
-                    observer.handler_accepted(run.handling)
-        else:
+        observers = tuple(observer for observer in self.standing if observer.key in headers)
+        if run.handling is not None:
             run.handling.headers = headers
-            run.handling.observers += tuple(observer for observer in self.standing if observer.key in headers)
+            run.handling.observers += observers
+        elif observers:
+            run.handling = _accept(
+                peer=peer, function=run.name, kind=Kind.CALL, id=run.id, headers=headers, observers=observers
+            )
 
     def reply_sent(self, peer: WorkerInfo, meta: bytes, slots: list[Slot]) -> bytes | None:
         run = current_scope.get()
@@ -326,18 +290,14 @@ class Observers(Interceptor):
 
     def _accept(self, inbound: Inbound, message: Message) -> Handling:
         function = inbound.functions.get(message.arg)
-        handling = Handling(
+        return _accept(
             peer=inbound.caller,
             function=function.name if isinstance(function, Function) else MESSAGE_CLASSES[message.type].__name__,
             kind=kind_of(message.type, message.flags),
             id=message.id,
-            accepted_ns=_now(),
             received_bytes=HEADER_BYTES + message.size_bytes,
             observers=tuple(self.installed),
         )
-        for observer in handling.observers:
-            observer.handler_accepted(handling)
-        return handling
 
     def accepted(self, inbound: Inbound, message: Message) -> None:
         """A request has come, which may run now or have to wait."""
@@ -365,7 +325,7 @@ class Observers(Interceptor):
         ids = list(waiting) if message_id is None else [message_id]
         for id_ in ids:
             if (handling := waiting.pop(id_, None)) is not None:
-                self._end_handler(handling, Outcome.CANCELLED if error is None else Outcome.ERROR, error, 0)
+                _end(handling, Outcome.CANCELLED if error is None else Outcome.ERROR, error)
 
     def begin_handler(self, run: Run, message: Message) -> Function:
         """The function of a request whose arguments are there, with what observers put around it. In its context."""
@@ -394,21 +354,8 @@ class Observers(Interceptor):
         handling = run.handling
         assert handling is not None
         run.handling = None
-        outcome = Outcome.OK
-        if error is not None and is_a(error, asyncio.CancelledError):
-            outcome = Outcome.TIMED_OUT if run.expired else Outcome.CANCELLED
-        elif error is not None:
-            outcome = _outcome_of(error)
-        self._end_handler(handling, outcome, error, sent_bytes)
-
-    def _end_handler(self, handling: Handling, outcome: Outcome, error: BaseException | None, sent_bytes: int) -> None:
-        handling.ended_ns = _now()
-        handling.outcome = outcome
-        handling.error = error
         handling.sent_bytes = sent_bytes
-        for observer in handling.observers:
-            observer.handler_ends(handling)
-        handling.error = None
+        _end(handling, Outcome.TIMED_OUT if run.expired and _is_cancelled(error) else _outcome_of(error), error)
 
 
 class ObservedSender:
@@ -423,12 +370,14 @@ class ObservedSender:
         """Send a request."""
         observers = self._observers
         if observers.installed or any(self._occasions):
-            return observers.begin(observers.concerned(), call, self._inner.send)
+            return observers.begin(call, self._inner.send)
         return self._inner.send(call)
 
 
 def error_of(recipient: Any) -> BaseException | None:
-    """The error of a call that has ended and was not cancelled. Of a future, that does not count as looked at."""
+    """The error of a call that has ended. Of a future, that does not count as looked at."""
+    if recipient.cancelled():
+        return asyncio.CancelledError()
     if isinstance(recipient, asyncio.Future):
         return getattr(recipient, "_exception", None)
     error: BaseException | None = recipient.exception()
@@ -480,5 +429,39 @@ def kind_of(type_: int, flags: int) -> Kind:
     return _KINDS.get(MessageType(type_), Kind.CONTROL)
 
 
-def _outcome_of(error: BaseException) -> Outcome:
+def _accept(**known: Any) -> Handling:
+    """Tell observers of a request that has come, of which so much is known."""
+    handling = Handling(accepted_ns=_now(), **known)
+    for observer in handling.observers:
+        observer.handler_accepted(handling)
+    return handling
+
+
+def _call_ended(request: Outgoing, recipient: Any) -> None:
+    error = error_of(recipient)
+    outcome = _outcome_of(error)
+    _end(request, outcome, None if outcome is Outcome.CANCELLED else error)
+
+
+def _end(request: Outgoing | Handling, outcome: Outcome, error: BaseException | None) -> None:
+    request.ended_ns = request.ended_ns or _now()
+    request.outcome = outcome
+    request.error = error
+    for observer in request.observers:
+        if isinstance(request, Outgoing):
+            observer.request_ends(request)
+        else:
+            observer.handler_ends(request)
+    request.error = None  # it refers to frames, and they to what they hold
+
+
+def _is_cancelled(error: BaseException | None) -> bool:
+    return error is not None and is_a(error, asyncio.CancelledError)
+
+
+def _outcome_of(error: BaseException | None) -> Outcome:
+    if error is None:
+        return Outcome.OK
+    if _is_cancelled(error):
+        return Outcome.CANCELLED
     return Outcome.TIMED_OUT if is_a(error, RpcTimeoutError) else Outcome.ERROR

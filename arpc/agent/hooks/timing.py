@@ -6,7 +6,6 @@ durations alone: calls are timed by a `TimedSender` around the worker's own, han
 
 from __future__ import annotations
 
-import asyncio
 import time
 from functools import partial
 from typing import Any, Protocol
@@ -51,5 +50,4 @@ class TimedSender:
 
     def _ended(self, name: str, function: Any, began_ns: int, recipient: Any) -> None:
         duration_ns = _now() - began_ns
-        error = asyncio.CancelledError() if recipient.cancelled() else error_of(recipient)
-        self._meter.call_ended(name, function, duration_ns, error)
+        self._meter.call_ended(name, function, duration_ns, error_of(recipient))

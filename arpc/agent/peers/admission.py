@@ -15,7 +15,7 @@ from collections import OrderedDict
 from contextvars import Context
 from typing import TYPE_CHECKING, Final
 
-from arpc.agent.peers.link import ONLOOKER, THREAD, Host
+from arpc.agent.peers.link import ONLOOKER, THREAD
 from arpc.errors import ArpcError, RendezvousError, UnknownWorkerError, WireError
 from arpc.ids import WorkerInfo
 from arpc.log import get_logger
@@ -26,10 +26,15 @@ from arpc.wire.messages import Refusal
 if TYPE_CHECKING:
     from arpc.agent.peers.connector import Connector
 
-__all__ = ["Admission", "ElasticJoin"]
+__all__ = ["MAX_THREADS", "THREAD_HANDLERS", "Admission"]
 
 logger = get_logger("arpc.connections")
 
+MAX_THREADS: Final = 64
+"""How many connections of threads a peer may have."""
+THREAD_HANDLERS: Final = 64
+"""Requests that may run at once on the connection of a thread; with each such connection, fewer may run on the one
+between both workers. A thread makes one at a time, but those that it has given up may run on."""
 _REMEMBERED: Final = 256
 """How many of the workers that were refused for good are remembered."""
 
@@ -37,45 +42,58 @@ _REMEMBERED: Final = 256
 class Admission:
     """Accepts workers of the group, their bulk and thread connections, and onlookers; raises `Refused` for others."""
 
-    def __init__(self, connector: Connector) -> None:
+    def __init__(self, connector: Connector, context: Context) -> None:
         self._connector = connector
         self._agent = connector.agent
-        self._dialer = connector.dialer
+        self._context = context
+        self._looking: dict[str, asyncio.Task[None]] = {}
+        """The group is asked which workers have these names."""
+        self._refused: OrderedDict[int, str] = OrderedDict()
+        """Incarnations that are not, or no more, of an elastic group, and why."""
 
     def protocol(self) -> wire.Protocol:
         """This worker's end of a connection that another process has made."""
 
         def admit(identity: Identity) -> None:
-            if self._connector.bulk.admit(identity, protocol):
-                return
-            self._check_serving()
-            if THREAD in identity.features:
-                self._connector.threads.admit(identity)
-            elif ONLOOKER not in identity.features:
+            if not self._connector.bulk.admit(identity, protocol):
                 self._check(identity)
-            elif self._agent.peer(identity.name) is not None:
-                # roles go by names, and what workers may do is not for others
-                raise Refused(Refusal.STALE, f"an onlooker has the name of worker {identity.name!r}")
 
-        protocol = self._dialer.protocol(Role.ACCEPTOR, admit)
+        protocol = self._connector.dialer.protocol(Role.ACCEPTOR, admit)
         return protocol
 
-    def _check_serving(self) -> None:
-        """Whether any connection is accepted now."""
-        me = self._dialer.identity
+    def _check(self, identity: Identity) -> None:
+        me = self._connector.dialer.identity
         if self._agent.is_closing:
             raise Refused(Refusal.CLOSING, f"worker {me.name!r} is shutting down")
         if not self._agent.is_serving:
             # One that has joined already may call before we know who is in the group, and who we are in it
             raise Refused(Refusal.STARTING, f"worker {me.name!r} is still joining its group")
+        if THREAD in identity.features:
+            self._check_thread(identity)
+        elif ONLOOKER not in identity.features:
+            self._check_worker(identity, me)
+        elif self._agent.peer(identity.name) is not None:
+            # roles go by names, and what workers may do is not for others
+            raise Refused(Refusal.STALE, f"an onlooker has the name of worker {identity.name!r}")
 
-    def _check(self, identity: Identity) -> None:
-        """Whether the connection of a worker is accepted."""
-        me = self._dialer.identity
+    def _check_thread(self, identity: Identity) -> None:
+        """Whether a peer may have one more connection of a thread: only beside the one between both workers."""
+        main = self._connector.main_link(identity)
+        if main is None:
+            raise Refused(Refusal.STALE, f"worker {identity.name!r} has no connection that this one could belong to")
+        if len(self._connector.links_of_threads(main)) >= MAX_THREADS:
+            raise Refused(
+                Refusal.DUPLICATE, f"worker {identity.name!r} has {MAX_THREADS} connections of threads already"
+            )
+        left = main.inbound.limit - THREAD_HANDLERS
+        if left < max(self._agent.options.max_handlers_per_peer // 2, len(main.inbound.running)):
+            raise Refused(Refusal.DUPLICATE, f"worker {identity.name!r} may not have so many requests running")
+
+    def _check_worker(self, identity: Identity, me: Identity) -> None:
         if identity.id == me.id or identity.name == me.name:
             raise Refused(Refusal.STALE, f"worker {identity.name!r} has the name or id of worker {me.name!r}")
         if self._agent.is_elastic:
-            self._connector.joining.check(identity)
+            self.check_membership(identity)
         peer = self._agent.peer(WorkerInfo(identity.name, identity.id))
         if peer is None:
             raise Refused(Refusal.UNKNOWN_WORKER, f"worker {identity.name!r} (id {identity.id}) is not of this group")
@@ -85,25 +103,16 @@ class Admission:
             )
         existing = peer.connection
         if existing is not None:
-            if me.id < identity.id and self._connector.is_mine(existing):
+            if me.id < identity.id and existing.protocol.role is Role.CONNECTOR:
                 raise Refused(Refusal.DUPLICATE, "a connection exists")
             # the peer has lost its end of the connection, and we did not notice
             existing.abort(WireError("the peer connected anew"))
-        elif identity.id in self._connector.connect_retry.ids and me.id < identity.id:
+        elif peer.is_connecting and me.id < identity.id:
             raise Refused(Refusal.DUPLICATE, "a connection is being made")
 
+    # -- elastic groups
 
-class ElasticJoin:
-    """Asks an elastic group about workers that connect and are not known, or not known to have their name still."""
-
-    def __init__(self, agent: Host, context: Context) -> None:
-        self._agent = agent
-        self._context = context
-        self._looking: dict[str, asyncio.Task[None]] = {}
-        self._refused: OrderedDict[int, str] = OrderedDict()
-        """Incarnations that are not, or no more, of the group, and why."""
-
-    def check(self, identity: Identity) -> None:
+    def check_membership(self, identity: Identity) -> None:
         """Return if a worker is known to be of the group. Raises `Refused` if not, for now or for good."""
         reason = self._refused.get(identity.incarnation)
         if reason is not None:

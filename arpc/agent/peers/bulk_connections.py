@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import logging
 import secrets
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from arpc.agent.peers.dialer import Dialer, only
-from arpc.agent.peers.link import Host, main_connection
+from arpc.agent.peers.dialer import only
 from arpc.errors import WireError
 from arpc.log import get_logger
 from arpc.transport.connection import Connection
@@ -19,7 +18,10 @@ from arpc.wire import protocol as wire
 from arpc.wire.handshake import Identity, Refused, Role
 from arpc.wire.messages import Refusal
 
-__all__ = ["BulkConnections", "lanes_of"]
+if TYPE_CHECKING:
+    from arpc.agent.peers.connector import Connector
+
+__all__ = ["BulkConnections"]
 
 logger = get_logger("arpc.connections")
 
@@ -30,9 +32,9 @@ _LANE: Final = "lane-of:"
 class BulkConnections:
     """Opens lanes to peers, and lets theirs in."""
 
-    def __init__(self, agent: Host, dialer: Dialer) -> None:
-        self._dialer = dialer
-        self._agent = agent
+    def __init__(self, connector: Connector) -> None:
+        self._connector = connector
+        self._dialer = connector.dialer
         self._joining: dict[wire.Protocol, Connection] = {}
         """Lanes in their handshake, each with the connection that it belongs to."""
 
@@ -82,11 +84,11 @@ class BulkConnections:
         token = _feature(identity, _LANE)
         if token is None:
             return False
-        main = main_connection(self._agent, identity)
-        if main is None or _feature(main.peer, _MAIN) != token:
+        main = self._connector.main_link(identity)
+        if main is None or _feature(main.connection.peer, _MAIN) != token:
             raise Refused(Refusal.STALE, "there is no connection that this one could belong to")
-        protocol.join(main.protocol)
-        self._joining[protocol] = main
+        protocol.join(main.connection.protocol)
+        self._joining[protocol] = main.connection
         return True
 
     # -- told by connections
@@ -106,11 +108,6 @@ class BulkConnections:
 
     def lost(self, connection: Connection) -> None:
         self._joining.pop(connection.protocol, None)
-
-
-def lanes_of(main: Connection) -> list[Connection]:
-    """The lanes that a connection has."""
-    return main.lanes.connections if main.lanes is not None else []
 
 
 def _feature(identity: Identity, name: str) -> str | None:

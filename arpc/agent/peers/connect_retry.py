@@ -9,22 +9,22 @@ from __future__ import annotations
 import asyncio
 import os
 import random
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextvars import Context
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
-from arpc.agent.peers.bulk_connections import BulkConnections
-from arpc.agent.peers.dialer import Dialer, host_of, only
-from arpc.agent.peers.link import Host
+from arpc.agent.peers.dialer import host_of, only
 from arpc.agent.peers.peer import Peer, PeerState
 from arpc.errors import HandshakeError, ProtocolError, WireError
 from arpc.group.membership import GroupNotAskedError, WorkerRecord
-from arpc.ids import WorkerInfo
 from arpc.transport.connection import Connection
 from arpc.wire.handshake import Refused, Role
 from arpc.wire.messages import Refusal
 
-__all__ = ["ConnectRetry", "Reconnect", "backoff_delays"]
+if TYPE_CHECKING:
+    from arpc.agent.peers.connector import Connector
+
+__all__ = ["ConnectRetry", "backoff_delays"]
 
 _RETRY_S: Final = 0.02
 _PASSING: Final = frozenset((Refusal.DUPLICATE, Refusal.STARTING))
@@ -53,27 +53,29 @@ def backoff_delays(dice: random.Random = _random) -> Iterator[float]:
 class _UnansweredError(WireError):
     """Nobody answered at any address of a worker."""
 
+    is_deserted = False
+    """Nobody listens at any of them, or there was none to try: there is no point in trying again."""
+
 
 class ConnectRetry:
     """Connects one worker to its peers, with as many attempts as it takes."""
 
-    def __init__(self, agent: Host, dialer: Dialer, bulk: BulkConnections) -> None:
-        self._agent = agent
-        self._dialer = dialer
-        self._bulk = bulk
-        self.ids: set[int] = set()
-        """Ids of workers this one is connecting to."""
-        self._came: dict[int, asyncio.Future[None]] = {}
+    def __init__(self, connector: Connector, context: Context) -> None:
+        self._connector = connector
+        self._agent = connector.agent
+        self._dialer = connector.dialer
+        self._bulk = connector.bulk
+        self._context = context
+        self.searches: dict[Peer, asyncio.Task[None]] = {}
+        """For peers whose connection has ended, and that matter."""
 
     async def connect(self, peer: Peer) -> Connection:
         """A connection to a peer, made by either side."""
-        deadline = asyncio.get_running_loop().time() + self._dialer.options.connect_timeout
-        known_id = peer.info.id
-        self.ids.add(known_id)
+        seconds = self._dialer.options.connect_timeout
         delays = backoff_delays()
         failure: Exception | None = None
         try:
-            async with asyncio.timeout_at(deadline):
+            async with asyncio.timeout(seconds):
                 while True:
                     delay_s = _RETRY_S
                     try:
@@ -84,42 +86,24 @@ class ConnectRetry:
                             raise
                     except _UnansweredError as error:
                         # The network may be back in a moment. Calls that wait to be sent wait for that.
-                        if peer.is_deserted:
+                        if error.is_deserted:
                             raise
                         failure = error
                         delay_s = next(delays)
-                    await self._wait_for(peer, delay_s)
-                    if peer.connection is not None:
-                        return peer.connection
+                    if (connection := await peer.wait_connected(delay_s)) is not None:
+                        return connection
         except TimeoutError as error:
             if peer.connection is not None:
                 return peer.connection
             if failure is not None:
                 raise failure from error
-            seconds = self._dialer.options.connect_timeout
             raise WireError(f"no connection to worker {peer.info.name!r} within {seconds} s") from error
         finally:
-            self.ids -= {known_id, peer.info.id}
             if peer.connection is None:
                 peer.is_verified = not self._agent.is_elastic
 
-    async def _wait_for(self, peer: Peer, delay_s: float) -> None:
-        """Give a connection from the other side a moment to come."""
-        worker_id = peer.info.id
-        came = self._came[worker_id] = asyncio.get_running_loop().create_future()
-        try:
-            await asyncio.wait([came], timeout=delay_s)
-        finally:
-            self._came.pop(worker_id, None)
-
-    def came(self, worker_id: int) -> None:
-        """There is a connection to that worker."""
-        came = self._came.pop(worker_id, None)
-        if came is not None and not came.done():
-            came.set_result(None)
-
     async def _connect_once(self, peer: Peer) -> Connection:
-        peer.is_deserted = peer.is_dead = False
+        peer.is_dead = False
         try:
             record = await self._agent.resolve(peer.info.name)
         except GroupNotAskedError as error:
@@ -130,7 +114,6 @@ class ConnectRetry:
         peer.refuse_the_dead(record.incarnation)
         if record.incarnation != peer.incarnation:  # another has come under its name
             self._agent.add_peer(record)
-            self.ids.add(record.id)
         peer.is_verified = True
 
         errors: dict[str, Exception] = {}
@@ -159,44 +142,31 @@ class ConnectRetry:
                 "it is on another host, which is not trusted without a secret: set the same ARPC_SECRET on all workers "
                 "(or RpcOptions.tls)"
             )
-        # there is no point in trying again where nobody listens, or nobody can be tried
-        peer.is_deserted = all(
-            isinstance(error, ConnectionRefusedError | FileNotFoundError) for error in errors.values()
+        unanswered = _UnansweredError(
+            f"none of its addresses answers ({tried}): {reasons or 'none can be reached from here'}"
         )
+        absent = (ConnectionRefusedError, FileNotFoundError)
+        unanswered.is_deserted = all(isinstance(error, absent) for error in errors.values())
         # But an address may be good for others only, as 127.0.0.1 is, and a socket's file be tidied away
         refused = [address for address, error in errors.items() if isinstance(error, ConnectionRefusedError)]
-        peer.is_dead = peer.is_deserted and any(host_of(address) in peer.hosts for address in refused)
-        reasons = reasons or "none can be reached from here"
-        return _UnansweredError(f"none of its addresses answers ({tried}): {reasons}")
+        peer.is_dead = unanswered.is_deserted and any(host_of(address) in peer.hosts for address in refused)
+        return unanswered
 
+    # -- searches
 
-class Reconnect:
-    """Seeks peers of one worker. ``lost`` hears of each that is given up."""
-
-    def __init__(
-        self,
-        loop: asyncio.AbstractEventLoop,
-        context: Context,
-        lost: Callable[[WorkerInfo, str], None],
-    ) -> None:
-        self._loop = loop
-        self._context = context
-        self._lost = lost
-        self._seeking: dict[Peer, asyncio.Task[None]] = {}
-
-    def begin(self, peer: Peer, reason: str, grace_s: float) -> None:
+    def begin_search(self, peer: Peer, reason: str, grace_s: float) -> None:
         """Try to reach a peer whose connection has ended, and give it up after some time."""
-        if peer not in self._seeking:
-            seeking = self._context.copy().run(self._loop.create_task, self._seek(peer, reason, grace_s))
-            self._seeking[peer] = seeking
+        if peer not in self.searches:
+            search = self._context.copy().run(self._agent.loop.create_task, self._search(peer, reason, grace_s))
+            self.searches[peer] = search
 
-    def end(self, peer: Peer) -> None:
+    def end_search(self, peer: Peer) -> None:
         """It is known by other ways what became of a peer."""
-        seeking = self._seeking.pop(peer, None)
-        if seeking is not None:
-            seeking.cancel()
+        search = self.searches.pop(peer, None)
+        if search is not None:
+            search.cancel()
 
-    async def _seek(self, peer: Peer, reason: str, grace_s: float) -> None:
+    async def _search(self, peer: Peer, reason: str, grace_s: float) -> None:
         info = peer.info
         try:
             async with asyncio.timeout(grace_s):
@@ -209,20 +179,16 @@ class Reconnect:
         except TimeoutError:
             reason = f"{reason}; it has not come back within {grace_s:g} s"
         finally:
-            if self._seeking.get(peer) is asyncio.current_task():
-                del self._seeking[peer]
+            if self.searches.get(peer) is asyncio.current_task():
+                del self.searches[peer]
         # the attempt may have been answered in the very moment when time was over
         if peer.connection is None and peer.info == info and peer.state is not PeerState.GONE:
-            self._lost(info, reason)
-
-    def __len__(self) -> int:
-        """How many peers are sought at the moment."""
-        return len(self._seeking)
+            self._connector.give_up(info, reason)
 
     async def aclose(self) -> None:
-        seeking = list(self._seeking.values())
-        self._seeking.clear()
-        for task in seeking:
-            task.cancel()
-        if seeking:
-            await asyncio.wait(seeking)
+        """End all searches."""
+        searches, self.searches = list(self.searches.values()), {}
+        for search in searches:
+            search.cancel()
+        if searches:
+            await asyncio.wait(searches)

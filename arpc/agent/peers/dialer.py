@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 from collections.abc import Callable, Mapping
 from contextvars import Context
@@ -35,7 +36,7 @@ class Dialer:
         options: RpcOptions,
         transports: Mapping[str, Transport],
         context: Context,
-        make_receiver: Callable[[], Receiver],
+        receiver: Receiver,
         read_layout: Callable[[bytes], Layout] = read_layout,
     ) -> None:
         self.identity = identity
@@ -44,7 +45,7 @@ class Dialer:
         self.host = ""
         """What this machine is called in records."""
         self._context = context
-        self._make_receiver = make_receiver
+        self._receiver = receiver
         self._read_layout = read_layout
         self._limits = Limits(options.max_body_bytes, options.max_message_bytes, options.max_header_bytes)
 
@@ -81,34 +82,22 @@ class Dialer:
         handshake = Handshake(role, me, self.options.secret, admit)
         return wire.Protocol(handshake, self._limits, read_layout=self._read_layout)
 
-    async def start(self, address: str, protocol: wire.Protocol) -> Connection:
-        """A connection whose handshake has begun."""
-        started = self._context.run(self._start, address, protocol)
-        try:
-            return await started
-        except asyncio.CancelledError:
-            # it may have been made in the very moment when it was given up
-            if started.done() and not started.cancelled() and started.exception() is None:
-                started.result().abort(_given_up())
-            raise
-
-    def _start(self, address: str, protocol: wire.Protocol) -> asyncio.Task[Connection]:
-        # a task, so that uvloop runs the connection's callbacks in this worker's context
-        connect = self.transport(address).connect(address, protocol, self._make_receiver())
-        return asyncio.get_running_loop().create_task(connect)
-
     async def open(self, address: str, protocol: wire.Protocol) -> Connection:
         """A connection that is open."""
-        connection = await self.start(address, protocol)
+        connect = self.transport(address).connect(address, protocol, self._receiver)
+        # a task, so that uvloop runs the connection's callbacks in this worker's context
+        made = self._context.run(asyncio.get_running_loop().create_task, connect)
         try:
+            connection = await made
             await connection.wait_opened()
         except (OSError, WireError):
             raise  # it has ended, or does as soon as the peer has been told why
         except BaseException:
-            # One that has opened meanwhile carries calls: a loop that was busy may run the timer of the attempt
-            # before it wakes the task that waits for the connection
-            if not connection.is_open:
-                connection.abort(_given_up())
+            # It may have been made in the very moment when it was given up. One that has opened carries calls: a loop
+            # that was busy may run the timer of the attempt before it wakes the task that waits for the connection
+            is_made = made.done() and not made.cancelled() and made.exception() is None
+            if is_made and not made.result().is_open:
+                made.result().abort(WireError("the attempt was given up"))
             raise
         return connection
 
@@ -121,20 +110,10 @@ class Dialer:
             raise Refused(Refusal.STALE, "only looking whether somebody is there")
 
         for address in self.usable(record):
-            try:
+            with contextlib.suppress(OSError, ArpcError):  # what counts is which worker was found before
                 async with asyncio.timeout(self.options.connect_timeout):
-                    connection = await self.start(address, self.protocol(Role.CONNECTOR, look))
-                    try:
-                        await connection.wait_opened()
-                    finally:
-                        connection.abort()
-            except (OSError, ArpcError):
-                pass  # what counts is which worker was found before
+                    await self.open(address, self.protocol(Role.CONNECTOR, look))
         return record.incarnation in found
-
-
-def _given_up() -> WireError:
-    return WireError("the attempt was given up")
 
 
 def only(expected: WorkerRecord | Identity) -> Callable[[Identity], None]:

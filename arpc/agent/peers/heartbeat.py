@@ -7,9 +7,9 @@ alive. Once it has arrived, nothing but an answer shows that: the system takes b
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
+from arpc.agent.peers.connector import Connector
 from arpc.errors import WireError
 from arpc.options import RpcOptions
 from arpc.transport.connection import Connection
@@ -21,10 +21,6 @@ __all__ = ["Heartbeat"]
 
 _PING: Final = int(MessageType.PING)
 _SIGN_OF_LIFE: Final = frame(int(MessageType.PONG), 0, 0, 0, 0, b"")
-
-
-class _Connections(Protocol):
-    def open_connections(self) -> Iterable[Connection]: ...
 
 
 class _Seen(NamedTuple):
@@ -43,11 +39,11 @@ class Heartbeat:
     """One timer for all connections of a worker."""
 
     def __init__(
-        self, loop: asyncio.AbstractEventLoop, options: RpcOptions, connections: _Connections, call_at: CallAt
+        self, loop: asyncio.AbstractEventLoop, options: RpcOptions, connector: Connector, call_at: CallAt
     ) -> None:
         self._loop = loop
         self._call_at = call_at
-        self._connections = connections
+        self._connector = connector
         self._timeout_s = options.heartbeat_timeout
         self._interval_s = options.heartbeat_interval
         # often enough to notice a silence soon after it has lasted too long
@@ -75,7 +71,7 @@ class Heartbeat:
         stalled = now - self._expected > self._period_s
         self._arm()
         before, self._seen = self._seen, {}
-        for connection in list(self._connections.open_connections()):
+        for connection in self._connector.open_connections():
             heard, delivered = connection.bytes_received, connection.count_delivered()
             seen = before.get(connection)
             # If this loop was busy, or the process stopped, what peers said meanwhile has not been read yet

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable
 from typing import Final, Protocol
 
 from arpc.agent.client.deadlines import Deadlines
 from arpc.agent.peers.peer import Peer
 from arpc.agent.server.inbound import Inbound
-from arpc.group.membership import WorkerRecord
 from arpc.ids import WorkerInfo
 from arpc.transport.connection import Connection
-from arpc.wire.handshake import Identity
-from arpc.wire.messages import Message
-from arpc.wire.values.policy import Policy
 
-__all__ = ["ONLOOKER", "THREAD", "Host", "Link", "PeerWatcher", "main_connection"]
+__all__ = ["ONLOOKER", "THREAD", "Link", "PeerWatcher"]
 
 ONLOOKER: Final = "onlooker"
 """The feature of a caller that is no worker and only looks: it may send `Inspect` messages, and is no peer."""
@@ -24,34 +18,10 @@ THREAD: Final = "line"
 """The feature of a further connection on which a thread of a worker makes its calls: it carries nothing else."""
 
 
-class Host(Protocol):
-    """What the connections of a worker need of its agent."""
-
-    loop: asyncio.AbstractEventLoop
-    deadlines: Deadlines
-    is_closing: bool
-    is_serving: bool
-    policy: Policy
-    resolve: Callable[[str | int], Awaitable[WorkerRecord]]
-
-    @property
-    def info(self) -> WorkerInfo: ...
-    @property
-    def is_elastic(self) -> bool: ...
-    def peer(self, to: str | int | WorkerInfo, /) -> Peer | None: ...
-    def add_peer(self, record: WorkerRecord, /) -> Peer: ...
-    def make_peer(self, info: WorkerInfo) -> Peer: ...
-    def inspection_received(self, connection: Connection, messages: list[Message]) -> None: ...
-    def thread_calls_received(self, connection: Connection, messages: list[Message]) -> None: ...
-    def messages_received(self, connection: Connection, messages: list[Message]) -> None: ...
-    def link_lost(self, link: Link) -> None: ...
-    def output_drained(self, connection: Connection) -> None: ...
-
-
 class Link:
     """What the agent keeps about one connection."""
 
-    __slots__ = ("connection", "goodbye", "inbound", "is_mine", "is_onlooker", "main", "peer")
+    __slots__ = ("connection", "goodbye", "inbound", "is_onlooker", "main", "peer")
 
     def __init__(
         self,
@@ -61,15 +31,12 @@ class Link:
         *,
         max_handlers: int,
         main_by_value: bool,
-        is_mine: bool = False,
         is_onlooker: bool = False,
         main: Link | None = None,
     ) -> None:
         self.connection = connection
         self.peer = peer
         self.inbound = Inbound(connection, peer.info, deadlines, max_handlers=max_handlers, main_by_value=main_by_value)
-        self.is_mine = is_mine
-        """This worker made the connection."""
         self.is_onlooker = is_onlooker
         """The peer is no worker, see `ONLOOKER`."""
         self.main = main
@@ -80,14 +47,6 @@ class Link:
     @property
     def is_of_thread(self) -> bool:
         return self.main is not None
-
-
-def main_connection(agent: Host, identity: Identity) -> Connection | None:
-    """The open connection to that very worker, to which a further one of it may belong."""
-    peer = agent.peer(WorkerInfo(identity.name, identity.id))
-    main = peer.connection if peer is not None else None
-    is_it = main is not None and main.is_open and main.peer.incarnation == identity.incarnation
-    return main if is_it else None
 
 
 class PeerWatcher(Protocol):

@@ -5,15 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from enum import Enum, auto
 from functools import partial
 from itertools import count
-from typing import Any, Final
+from typing import Any, Final, Protocol
 
 from arpc.agent.client.deadlines import NEVER, Deadlines
 from arpc.agent.client.pending_calls import SEQUENCE_BITS, Call, PendingCalls
-from arpc.agent.client.thread_connections import CountsBytes, ThreadConnections
 from arpc.agent.codec import Codec
 from arpc.agent.server.functions import name_of
 from arpc.errors import (
@@ -60,6 +59,42 @@ class PeerState(Enum):
     """It said goodbye. The next call asks the group whether another has come under its name."""
 
 
+MakeError = Callable[[str], Exception]
+"""The error of a call that was under way when its connection ended, by the name of the function."""
+
+
+class CountsBytes(Protocol):
+    """A connection, as far as it is counted."""
+
+    bytes_received: int
+
+    def count_sent(self) -> int:
+        """Bytes sent until now."""
+
+
+class ThreadConnections(Protocol):
+    """The connections that threads of this worker have to a peer for calls of their own.
+
+    The drop-in makes them, see `arpc.compat.blocking_client`. The peer counts their calls among its own.
+    """
+
+    @property
+    def calls_made(self) -> int:
+        """How many calls there have been."""
+
+    def calls(self) -> list[tuple[int, str, float | None]]:
+        """The calls under way: id, name of the function, seconds left if these are limited."""
+
+    @property
+    def all(self) -> Collection[CountsBytes]: ...
+
+    def lost(self, main: Connection, make_error: MakeError, /) -> None:
+        """End all that belong to a connection between both workers, which has ended, and their calls with an error."""
+
+    async def aclose(self, make_error: MakeError, /) -> None:
+        """End all of them, for good."""
+
+
 class Peer:
     """One other worker, or this one itself, as the target of calls."""
 
@@ -73,14 +108,11 @@ class Peer:
         connect: Callable[[Peer], Awaitable[Connection]],
     ) -> None:
         self.info = info
-        self.state = PeerState.IDLE
         self.connection: Connection | None = None
         self.incarnation: int | None = None
         """Which start of the worker the group, or its last connection, has told of."""
         self.is_verified = True
         """The group has said which worker has its name, and there is no reason to ask again."""
-        self.is_deserted = False
-        """Nobody listened at any of its addresses when it was last tried, or there was none to try."""
         self.is_dead = False
         """Nobody listened at an address where it is known to have been: its process has ended."""
         self.hosts = {""}
@@ -111,7 +143,21 @@ class Peer:
         self._max_waiting = options.max_calls_waiting
         self._connect = connect
         self._connecting: asyncio.Task[None] | None = None
+        self._connected = asyncio.Event()
         self._gone_because = ""
+
+    @property
+    def state(self) -> PeerState:
+        if self.connection is not None:
+            return PeerState.OPEN
+        if self._connecting is not None:
+            return PeerState.CONNECTING
+        return PeerState.GONE if self._gone_because else PeerState.IDLE
+
+    @property
+    def is_connecting(self) -> bool:
+        """This worker tries to connect to it."""
+        return self._connecting is not None
 
     @property
     def must_be_asked_for(self) -> bool:
@@ -152,7 +198,10 @@ class Peer:
 
     def define(self, function: Any) -> int:
         """The number of a function that the peer can import, 0 for one that must travel by value with each call."""
-        known = self._definitions.get(function)
+        try:
+            known = self._definitions.get(function)
+        except TypeError:
+            return 0  # not hashable, so not a function of a module
         if known is None:
             name = importable_name(function)
             if name is None or (name[0] in _MAIN_NAMES and self.main_by_value):
@@ -320,15 +369,13 @@ class Peer:
 
     def _wake(self) -> None:
         """Connect, unless that is done or under way: there is one attempt at a time."""
-        if self.connection is None:
-            self.state = PeerState.CONNECTING
-            if self._connecting is None:
-                connecting = self._run_connect()
-                try:
-                    self._connecting = self._deadlines.loop.create_task(connecting)
-                except RuntimeError:  # the loop is closed
-                    connecting.close()
-                    raise
+        if self.connection is None and self._connecting is None:
+            connecting = self._run_connect()
+            try:
+                self._connecting = self._deadlines.loop.create_task(connecting)
+            except RuntimeError:  # the loop is closed
+                connecting.close()
+                raise
 
     async def reach(self) -> bool:
         """Whether there is a connection, after an attempt to have one."""
@@ -336,6 +383,13 @@ class Peer:
         if self._connecting is not None:
             await asyncio.wait([self._connecting])
         return self.connection is not None
+
+    async def wait_connected(self, timeout_s: float) -> Connection | None:
+        """Wait for a connection that either side makes; None if there is none after that time."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout_s):
+                await self._connected.wait()
+        return self.connection
 
     async def _run_connect(self) -> None:
         failure: Exception | None = None
@@ -350,7 +404,6 @@ class Peer:
         # Connections from the other side may have come, and gone, meanwhile
         if self.connection is not None:
             return
-        self.state = PeerState.GONE if self._gone_because else PeerState.IDLE
         if failure is not None:
             self._fail_backlog(partial(self.not_reached, failure))
         elif self.backlog:
@@ -377,10 +430,10 @@ class Peer:
 
     def opened(self, connection: Connection, *, main_by_value: bool) -> None:
         """There is a connection, made by either side."""
-        self.state = PeerState.OPEN
         self.connection = connection
+        self._connected.set()
         self.incarnation = connection.peer.incarnation
-        self.is_deserted = self.is_dead = False
+        self.is_dead = False
         self._gone_because = ""
         if main_by_value:
             # It may have run this script in an earlier life, and run another one now
@@ -399,10 +452,11 @@ class Peer:
         sent = [(call_id, call) for call_id, call in self.calls if call.connection is connection]
         if connection is self.connection:
             self.connection = None
+            self._connected.clear()
             self.function_ids.clear()
-            self.state = PeerState.IDLE
             if reason is not None:
-                self.gone(f"worker {self.info.name!r} has left: {reason}")
+                self._gone_because = because = f"worker {self.info.name!r} has left: {reason}"
+                self._fail_backlog(lambda: WorkerLostError(because, self.info.name, may_have_run=False))
         make_error = partial(self.lost_with, error, reason)
         if self.thread_connections is not None:
             self.thread_connections.lost(connection, make_error)
@@ -434,17 +488,9 @@ class Peer:
                 f"worker {lost!r} was started again before the call was sent to it", lost, may_have_run=False
             )
         )
-        self.is_deserted = self.is_dead = False
+        self.is_dead = False
         self.hosts = {""}
         self._gone_because = ""
-        if self.state is PeerState.GONE:
-            self.state = PeerState.IDLE
-
-    def gone(self, because: str) -> None:
-        """It will not come back in this incarnation."""
-        self.state = PeerState.GONE
-        self._gone_because = because
-        self._fail_backlog(lambda: WorkerLostError(because, self.info.name, may_have_run=False))
 
     def _fail_backlog(self, make_error: Callable[[], Exception]) -> None:
         """Fail all calls that have not been sent."""

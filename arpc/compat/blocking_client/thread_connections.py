@@ -14,7 +14,7 @@ from time import monotonic
 from typing import Final
 from weakref import WeakSet
 
-from arpc.agent.client.thread_connections import MakeError
+from arpc.agent.peers.peer import MakeError
 from arpc.agent.server.functions import name_of
 from arpc.compat.blocking_client.thread_connection import ThreadConnection
 from arpc.errors import ArpcError

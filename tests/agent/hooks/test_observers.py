@@ -313,4 +313,4 @@ async def test_installed_while_calls_are_under_way(pair: Cluster, stage: Stage) 
         begun = pair[0].rpc_async("worker1", call_on, args=("worker0", echo, 1))
     await begun
     assert len(log.requests) == len(log.ended) == 1
-    assert not pair[0].agent.observers._pending
+    assert not any(call.observed for _, call in pair[0].agent.known_peer("worker1").calls)

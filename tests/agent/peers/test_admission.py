@@ -55,7 +55,7 @@ async def take_for_dead(group: Cluster, name: str, monkeypatch: pytest.MonkeyPat
         return False
 
     with monkeypatch.context() as patch:
-        patch.setattr("arpc.agent.peers.connector.Connector.is_alive", is_alive)
+        patch.setattr("arpc.agent.peers.dialer.Dialer.is_alive", is_alive)
 
         async def start() -> arpc.Worker:
             arpc.agent.scope.current_scope.set(None)
@@ -128,16 +128,16 @@ async def test_a_store_that_is_lost_keeps_nobody_out(monkeypatch):
 async def test_those_who_were_refused_are_not_remembered_for_ever(monkeypatch):
     monkeypatch.setattr(admission_module, "_REMEMBERED", 3)
     async with cluster(2, options=OPTIONS, elastic=True) as group:
-        checks = group[0].agent.connector.joining
+        checks = group[0].agent.connector.admission
         me = group[1].agent.connector.dialer.identity
         for number in range(6):
             stranger = msgspec.structs.replace(me, incarnation=number)
             with pytest.raises(Refused) as refused:
-                checks.check(stranger)
+                checks.check_membership(stranger)
             assert refused.value.kind is Refusal.STARTING
             await until(lambda: not checks._looking)
             with pytest.raises(Refused, match="taken for dead") as refused:
-                checks.check(stranger)
+                checks.check_membership(stranger)
             assert refused.value.kind is Refusal.STALE
         assert len(checks._refused) == 3
 

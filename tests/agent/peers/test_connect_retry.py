@@ -39,5 +39,5 @@ async def test_an_attempt_that_is_given_up_leaves_nothing():
         attempt.cancel()
         with pytest.raises(asyncio.CancelledError):
             await attempt
-        assert not agent.connector.connect_retry.ids
+        assert not agent.connector.links
         await assert_both_alive(group)

@@ -230,7 +230,6 @@ async def test_a_new_worker_under_the_name_of_one_that_died():
         connection = peer_of(group).connection
         await group[1].shutdown(graceful=False)
         await connection.wait_closed()
-        peer_of(group).state = PeerState.IDLE
         peer_of(group)._gone_because = ""
         await group.add("worker1")
         assert (await group[0].rpc_sync("worker1", whoami)).id == group[2].id

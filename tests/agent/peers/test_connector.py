@@ -14,9 +14,9 @@ async def test_whether_a_worker_is_alive_is_found_out_by_looking():
     async with cluster(2) as group:
         record = await group[0].agent.resolve("worker1")
         connector = group[0].agent.connector
-        assert await connector.is_alive(record)
-        assert not await connector.is_alive(msgspec.structs.replace(record, incarnation=record.incarnation + 1))
-        assert not await connector.is_alive(msgspec.structs.replace(record, addresses=("memory://nobody",)))
+        assert await connector.dialer.is_alive(record)
+        assert not await connector.dialer.is_alive(msgspec.structs.replace(record, incarnation=record.incarnation + 1))
+        assert not await connector.dialer.is_alive(msgspec.structs.replace(record, addresses=("memory://nobody",)))
         assert not connector._links, "looking opens no connection"
         await assert_both_alive(group)
 

@@ -32,6 +32,8 @@ async def test_an_address_nobody_can_use_is_passed_over(monkeypatch):
 class MadeTooLate:
     """A transport whose connection is there in the very moment when the attempt is given up."""
 
+    is_open = False
+
     def __init__(self) -> None:
         self.attempt: asyncio.Task[Any] | None = None
         self.aborted: list[Exception | None] = []
@@ -62,7 +64,8 @@ async def test_an_attempt_of_this_worker_that_is_given_up_is_no_connection_from_
     async with cluster(2) as group:
         record = await group[0].agent.resolve("worker1")
         connector, dialer = group[0].agent.connector, group[0].agent.connector.dialer
-        connection = await dialer.start(record.addresses[0], dialer.protocol(Role.CONNECTOR))
+        (address,) = record.addresses
+        connection = await dialer.transport(address).connect(address, dialer.protocol(Role.CONNECTOR), connector)
         connection.abort(WireError("the attempt was given up"))
         await connection.wait_closed()
         assert connector.refused == 0

@@ -13,7 +13,7 @@ import torch
 
 from arpc.agent.hooks.observers import Observer
 from arpc.agent.hooks.timing import Meter
-from arpc.agent.peers.thread_connections import MAX_THREADS, THREAD_HANDLERS
+from arpc.agent.peers.admission import MAX_THREADS, THREAD_HANDLERS
 from arpc.compat.blocking_client import calls as blocking_module
 from arpc.compat.blocking_client import thread_connections as pool_module
 from arpc.compat.blocking_client.calls import TAKES_LOOP, BlockingCalls

@@ -40,6 +40,7 @@ _COROUTINE: Final = Mode.COROUTINE
 _THREAD: Final = Mode.THREAD
 _INLINE: Final = Mode.INLINE
 _STREAM: Final = int(RequestFlag.STREAM)
+_set_scope = current_scope.set
 _now_ns = time.perf_counter_ns
 
 
@@ -77,7 +78,7 @@ class Dispatcher:
         self.codec = codec
         self.name = name
         self.threads = ThreadPool(loop, options.num_worker_threads, name)
-        self.tasks = EagerTasks(loop, name)
+        self.tasks = EagerTasks(loop, name, self)
         self.observers = observers
         self.replies = Replies(loop, codec, self.observers, self.readmit)
         self.queue = RequestQueue(self.start, self.threads, self.replies, observers, options)
@@ -85,7 +86,6 @@ class Dispatcher:
         self.reader = RequestReader(worker, name, context, codec, observers, self.call)
         self.unpack = self.reader.unpack
         self.encoded = self.replies.encoded
-        self.answer_withdrawn = self.replies.answer_withdrawn
         self._copy_context = context.copy
         self._window_bytes = options.window_bytes
         self.is_watched = False
@@ -93,7 +93,6 @@ class Dispatcher:
 
     @property
     def calls_handled(self) -> int:
-        self.replies.count_withdrawn()
         return self.replies.calls_ended + self.threads.jobs_answered
 
     # -- the start of a request
@@ -116,10 +115,7 @@ class Dispatcher:
         ):
             self.queue.admit(inbound, message)
         else:
-            run = Run(self, inbound, function, message.id, message.timeout_ms, self._copy_context(), message)
-            if self.is_watched and self.observers.installed:
-                self.observers.watch(run, message)
-            self._launch(run)
+            self._launch(self._run(inbound, function, message))
 
     def _note_arrival(self, inbound: Inbound, message: Message) -> None:
         if self.replies.meter is not None:
@@ -142,7 +138,11 @@ class Dispatcher:
             run.leave_window()  # its arguments could not be unpacked, or have to be waited for
 
     def _run(self, inbound: Inbound, function: Function, message: Message) -> Run:
-        run = Run(self, inbound, function, message.id, message.timeout_ms, self._copy_context(), message)
+        """A request, as the scope of its context."""
+        context = self._copy_context()
+        content = message if message.body else None
+        run = Run(self, inbound, function, message.id, message.timeout_ms, context, content)
+        context.run(_set_scope, run)
         if self.is_watched and self.observers.installed:
             self.observers.watch(run, message)
         return run
@@ -154,7 +154,8 @@ class Dispatcher:
                 raise function.with_traceback(None)
             if function is None and message.arg:
                 raise ProtocolError(f"call {message.id} of function {message.arg}, which was never sent")
-            run.context.run(self.reader.enter, run, message)
+            if run.message is not None:
+                run.context.run(self.unpack, run, message)
         except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
             self.refused(run, error)
             return
@@ -251,27 +252,21 @@ class Dispatcher:
     # -- ways to run
 
     def _run_inline(self, run: Run) -> None:
-        if run.message is not None and not self._enter_and_go_on(run):
+        if run.message is not None and not self._unpack(run, run.message):
             return
         try:
-            result = torchstate.call_isolated(run.context.run, run.begin)
+            result = torchstate.call_isolated(run.context.run, run.call)
         except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
             self.raised(run, error)
         else:
             self.returned(run, result)
 
-    def _enter_and_go_on(self, run: Run) -> bool:
+    def _unpack(self, run: Run, message: Message) -> bool:
         """Unpack the arguments on the loop, to which interceptors belong; False if that has settled how it goes on."""
-        message = run.message
-        assert message is not None
-        if not message.body:
-            run.message = None
-            run.context.run(current_scope.set, run)
-            return True
         try:
-            run.context.run(self.reader.enter, run, message)
+            run.context.run(self.unpack, run, message)
         except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
-            self.refused(run, error)
+            self.raised(run, error)
             return False
         if run.awaited_first is not None:
             self.tasks.start(run)
@@ -279,7 +274,7 @@ class Dispatcher:
         return True
 
     def _start_thread(self, run: Run) -> None:
-        if run.message is not None and not self._enter_and_go_on(run):
+        if run.message is not None and not self._unpack(run, run.message):
             return
         inbound, function = run.inbound, run.function
         inbound.register(run)
@@ -289,30 +284,26 @@ class Dispatcher:
         if function.results.are_large:
             self.queue.postpone(run)
             return
-        if (
-            function.is_plain
-            and self.replies.meter is None
-            and run.handling is None
-            and not run.meta
-            and not run.is_stream
-        ):
+        if function.is_plain and not self.is_watched and run.handling is None and not run.meta and not run.is_stream:
             # no meter, observer or interceptor has to hear of its end
             run.thread_replies = inbound.thread_replies or self._share_writing(inbound)
         self.threads.submit(run.work, function.quickness.is_quick, not inbound.connection.is_reading)
 
     def _share_writing(self, inbound: Inbound) -> ThreadReplies | None:
         """Where threads put the answers to a connection's requests; None if it can be written by the loop alone."""
-        turn = inbound.connection.share_writing()
-        if turn is not None:
-            inbound.thread_replies = ThreadReplies(inbound, turn, self.replies.encode, self.readmit)
+        write_lock = inbound.connection.share_writing()
+        if write_lock is not None:
+            inbound.thread_replies = ThreadReplies(inbound, write_lock, self.replies.encode, self.readmit)
         return inbound.thread_replies
+
+    def suspended(self, run: Run) -> None:
+        """A function has to wait: from now on it can be cancelled."""
+        run.inbound.register(run)
 
     def returned(self, run: Run, result: Any) -> None:
         """A function has returned."""
         function = run.function
-        if run.ended:
-            close_coroutine(result)
-        elif function.returns_future:
+        if function.returns_future:
             self._await_returned_future(run, result)
         elif type(result) is HandOver:
             self._hand_over(run, result)
@@ -333,6 +324,8 @@ class Dispatcher:
 
     def raised(self, run: Run, error: BaseException) -> None:
         """A function has raised, or what leads to it."""
+        if run.returned_coroutine is not None:
+            close_coroutine(run.returned_coroutine)  # it may never have begun
         creation = run.creation
         if creation is None or run.ended:
             self.replies.raised(run, error)
@@ -397,7 +390,8 @@ class Dispatcher:
             except BaseException as error:  # noqa: BLE001 - whatever it ended with is the caller's
                 self.raised(run, error)
             else:
-                self.returned(run, value)
+                if not run.ended:
+                    self.returned(run, value)
 
         try:
             when_done(result, run.name, self.loop, settle)

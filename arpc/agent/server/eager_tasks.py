@@ -36,10 +36,7 @@ _is_grad_enabled = torch.is_grad_enabled
 
 
 class Job(Protocol):
-    """A coroutine to be carried.
-
-    `finished` or `failed` is called exactly once, at its end, with torch's state pristine.
-    """
+    """A coroutine to be carried."""
 
     context: Context
     coroutine: Coroutine[Any, Any, Any] | None
@@ -52,12 +49,16 @@ class Job(Protocol):
     def first_step(self) -> Any:
         """Make the coroutine, and send it None. Runs in the context."""
 
-    def suspended(self) -> None:
-        """It had to wait: from now on it can be cancelled."""
 
-    def finished(self, result: Any) -> None: ...
+class Host(Protocol):
+    """Hears of jobs. `returned` or `raised` is called exactly once, at the end of each, with torch's state pristine."""
 
-    def failed(self, error: BaseException) -> None: ...
+    def suspended(self, job: Any, /) -> None:
+        """A job has to wait: from now on it can be cancelled."""
+
+    def returned(self, job: Any, result: Any, /) -> None: ...
+
+    def raised(self, job: Any, error: BaseException, /) -> None: ...
 
 
 @torchstate.isolating_driver
@@ -105,12 +106,12 @@ def _drive(job: Job, waits_for: Any, coroutine: Any) -> Generator[Any, Any, Any]
             value = None  # as in `_step`
 
 
-def _tell(told: Callable[[Any], None], outcome: Any) -> None:
-    """Tell a job how it ended, from within a Task: on a thread whose state may be that of other code."""
+def _tell(told: Callable[[Any, Any], None], job: Job, outcome: Any) -> None:
+    """Tell how a job ended, from within a Task: on a thread whose state may be that of other code."""
     if _is_pristine():
-        told(outcome)
+        told(job, outcome)
     else:
-        torchstate.run_with(torchstate.DEFAULTS, told, outcome)
+        torchstate.run_with(torchstate.DEFAULTS, told, job, outcome)
 
 
 class _IdleTask:
@@ -128,9 +129,10 @@ class _IdleTask:
 class EagerTasks:
     """The Tasks in which the handlers of one worker run."""
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, name: str) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, name: str, host: Host) -> None:
         self._loop = loop
         self._name = name
+        self._host = host
         self.idle: list[_IdleTask] = []
         self._tasks: set[asyncio.Task[Any]] = set()
         self._starting = 0
@@ -145,25 +147,23 @@ class EagerTasks:
             self._start_task(job)
             return
         idle_task = self.idle[-1]
-        loop = self._loop
+        loop, task = self._loop, idle_task.task
         try:
-            enter_task(loop, idle_task.task)
+            enter_task(loop, task)
         except RuntimeError:
             # called from within a Task after all: no harm, only slower
             self._start_task(job)
             return
-        error: BaseException | None = None
+        told: Callable[[Any, Any], None] | None = None
         try:
             waits_for = job.context.run(job.first_step)
         except StopIteration as stop:
-            result = stop.value
-            waits_for = idle_task
-        except BaseException as raised:  # noqa: BLE001 - it is the caller's, see Job.failed
-            error = raised
-            waits_for = idle_task
+            told, outcome = self._host.returned, stop.value
+        except BaseException as error:  # noqa: BLE001 - it is the caller's
+            told, outcome = self._host.raised, error
         finally:
-            leave_task(loop, idle_task.task)
-        if waits_for is not idle_task:
+            leave_task(loop, task)
+        if told is None:
             self._carry_on(job, waits_for)
             return
         # The blocks it was in have ended with it. Left are the two things that people switch without a block.
@@ -174,10 +174,7 @@ class EagerTasks:
             self.idle.pop()
             self._more()
         self.steps_without_wait += 1
-        if error is not None:
-            job.failed(error)
-        else:
-            job.finished(result)
+        told(job, outcome)
 
     def _carry_on(self, job: Job, waits_for: Any) -> None:
         """The first step, taken on behalf of the last of `idle`, was not the only one."""
@@ -190,7 +187,7 @@ class EagerTasks:
         job.task = idle_task.task
         if not idle_task.wake_up.done():
             idle_task.wake_up.set_result(None)
-        job.suspended()
+        self._host.suspended(job)
         self._more()
 
     def _more(self) -> None:
@@ -241,7 +238,7 @@ class EagerTasks:
 
     def _start_task(self, job: Job) -> None:
         if self._closed:
-            job.failed(asyncio.CancelledError())
+            self._host.raised(job, asyncio.CancelledError())
             return
 
         async def run() -> None:
@@ -250,7 +247,7 @@ class EagerTasks:
             except StopIteration as stop:
                 result = stop.value
             except BaseException as error:  # noqa: BLE001 - thrown in by the Task, for the coroutine
-                _tell(job.failed, error)
+                _tell(self._host.raised, job, error)
                 return
             else:
                 steps = _drive(job, waits_for, job.coroutine)
@@ -258,16 +255,16 @@ class EagerTasks:
                 await self._finish(job, steps)
                 return
             # not above: what cannot be sent must not be told of with all of the result that the exception shows
-            _tell(job.finished, result)
+            _tell(self._host.returned, job, result)
 
         def never_ran(task: asyncio.Task[Any]) -> None:
             if task.cancelled() and job.coroutine is None:
-                job.failed(asyncio.CancelledError())
+                self._host.raised(job, asyncio.CancelledError())
 
         self.carried += 1
         job.task = self._own(asyncio.Task(run(), loop=self._loop))
         job.task.add_done_callback(never_ran)
-        job.suspended()
+        self._host.suspended(job)
         if not self.idle:
             self._more()
 
@@ -279,9 +276,9 @@ class EagerTasks:
         try:
             result = await steps
         except BaseException as error:  # noqa: BLE001 - thrown in by the Task, for the coroutine
-            _tell(job.failed, error)
+            _tell(self._host.raised, job, error)
         else:
-            _tell(job.finished, result)
+            _tell(self._host.returned, job, result)
 
     async def aclose(self) -> None:
         """Cancel whatever is carried, and wait for its end, but not for ever: a handler may refuse to be cancelled."""

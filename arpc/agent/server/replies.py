@@ -13,7 +13,8 @@ from arpc.agent.codec import Codec
 from arpc.agent.hooks.observers import Observers
 from arpc.agent.server.inbound import Inbound
 from arpc.agent.server.remote_exceptions import describe_failure
-from arpc.agent.server.run import NO_CONTEXT, Run
+from arpc.agent.server.run import Run
+from arpc.agent.server.thread_replies import NO_CONTEXT
 from arpc.errors import ConnectionClosedError, ProtocolError, SerializationError
 from arpc.log import get_logger
 from arpc.user_errors import is_a, summary_of, text_of, type_name_of
@@ -58,23 +59,11 @@ class Replies:
         self._readmit = readmit
         self.calls_failed = 0
         self.calls_ended = 0
-        self._withdrawn: list[None] = []
-        """One for each answer of a thread that came after its request had been cancelled."""
         self.is_closed = False
         """The worker shuts down: handlers that are cancelled now are cancelled for that reason."""
         self.tell_failure: Callable[[str, BaseException], None] | None = None
         """Told the name of each function that fails here, and what it raised."""
         self.meter: HandlerMeter | None = None
-
-    def answer_withdrawn(self) -> None:
-        """A thread has an answer to a request that was cancelled before. Called in any thread."""
-        self._withdrawn.append(None)
-
-    def count_withdrawn(self) -> None:
-        """Count requests once that were counted where they were cancelled, and by the thread pool."""
-        while self._withdrawn:
-            self._withdrawn.pop()
-            self.calls_ended -= 1
 
     # -- results
 
@@ -169,7 +158,6 @@ class Replies:
             if self.is_closed and not run.expired:
                 kind = FailureKind.LEFT
             run.cancel_nested()
-            self.count_withdrawn()
         if is_a(error, ProtocolError):
             logger.warning(
                 "a malformed request of worker %s: %s",
@@ -220,10 +208,12 @@ class Replies:
             self.meter.handler_ended(inbound.caller.name, run.name, _now_ns() - arrived_ns)
         if run.is_registered:
             self._forget(run)
+        size_bytes = len(content.pickle)
         tensors = content.tensors
+        if tensors is not None:
+            size_bytes += tensors.size_bytes
         if error is None:
             results = run.results or run.function.results
-            size_bytes = len(content.pickle) + (0 if tensors is None else tensors.size_bytes)
             if size_bytes > results.unsurprising_bytes:
                 results.saw(size_bytes)
         if tensors is not None and tensors.waits:

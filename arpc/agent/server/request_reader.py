@@ -9,7 +9,6 @@ from typing import Any, Final
 
 from arpc.agent.codec import Codec
 from arpc.agent.hooks.observers import Observers
-from arpc.agent.scope import current_scope
 from arpc.agent.server.functions import NAMING, Function
 from arpc.agent.server.inbound import Inbound
 from arpc.agent.server.remote_exceptions import NOT_THERE
@@ -47,19 +46,10 @@ class RequestReader:
         self._observers = observers
         self._call = call
 
-    def enter(self, run: Run, message: Message) -> None:
-        """Make a request the scope of its context, and build its arguments there."""
-        current_scope.set(run)
-        run.message = None
-        self.unpack(run, message)
-
     def unpack(self, run: Run, message: Message) -> None:
-        """Build the arguments of a request.
-
-        Runs in the handler's context, because interceptors and user code may look at it.
-        """
-        codec = self._codec
-        layout = message.layout
+        """Build the arguments of a request, in its context: interceptors and user code may look at that."""
+        run.message = None
+        codec, layout = self._codec, message.layout
         try:
             if not message.arg:
                 codec.policy.check_code()
@@ -73,15 +63,19 @@ class RequestReader:
                 run.function.results = run.inbound.results_by_value
             elif run.function.is_service:
                 codec.policy.check_plain(content)
+            if message.flags & _KWARGS:
+                run.args, run.kwargs = content
+            else:
+                run.args = content
         except (AttributeError, ImportError, LookupError, StopIteration) as error:
+            run.is_refused = True
             raise SerializationError(
                 f"worker {self._name!r} cannot unpack the call: {summary_of(error)}. "
                 f"What is sent by reference must be importable on the callee"
             ) from error
-        if message.flags & _KWARGS:
-            run.args, run.kwargs = content
-        else:
-            run.args = content
+        except BaseException:
+            run.is_refused = True
+            raise
         if run.function.describe is not None:
             run.describe = partial(run.function.describe, self._worker, *(run.args or ())[:NAMING])
         if run.awaited_first is not None:

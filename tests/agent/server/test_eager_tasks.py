@@ -303,21 +303,25 @@ class Recorded(Job):
         self.coroutine = self._function(*self._args)
         return self.coroutine.send(None)
 
-    def suspended(self) -> None:
-        self.suspensions += 1
 
-    def finished(self, result: Any) -> None:
-        assert torchstate.is_pristine()
-        self.ended.set_result(result)
+class Recorder:
+    """Hears of such jobs."""
 
-    def failed(self, error: BaseException) -> None:
+    def suspended(self, job: Recorded) -> None:
+        job.suspensions += 1
+
+    def returned(self, job: Recorded, result: Any) -> None:
         assert torchstate.is_pristine()
-        self.ended.set_exception(LookupError(repr(error)))
+        job.ended.set_result(result)
+
+    def raised(self, job: Recorded, error: BaseException) -> None:
+        assert torchstate.is_pristine()
+        job.ended.set_exception(LookupError(repr(error)))
 
 
 @pytest.fixture
 async def tasks() -> AsyncIterator[EagerTasks]:
-    tasks = EagerTasks(asyncio.get_running_loop(), "test")
+    tasks = EagerTasks(asyncio.get_running_loop(), "test", Recorder())
     yield tasks
     await tasks.aclose()
     assert not tasks._tasks
@@ -419,16 +423,16 @@ def test_a_loop_that_is_dropped_ends_coroutines_in_their_own_context():
                 variable.reset(token)
                 log.append((variable.get(), torch.is_grad_enabled()))
 
-    class Forgotten(Recorded):
-        def failed(self, error: BaseException) -> None:
+    class Forgetful(Recorder):
+        def raised(self, job: Recorded, error: BaseException) -> None:
             log.append(type(error).__name__)
 
     async def main(tasks: EagerTasks) -> None:
-        await start(tasks, Forgotten(wait_for_ever))
+        await start(tasks, Recorded(wait_for_ever))
         await asyncio.sleep(0)
 
     loop = asyncio.new_event_loop()
-    tasks = EagerTasks(loop, "test")
+    tasks = EagerTasks(loop, "test", Forgetful())
     loop.run_until_complete(main(tasks))
     for task in tasks._tasks:
         task._log_destroy_pending = False

@@ -18,7 +18,8 @@ from arpc.agent.hooks.observers import Observers
 from arpc.agent.server.functions import Function
 from arpc.agent.server.inbound import Inbound
 from arpc.agent.server.replies import Replies
-from arpc.agent.server.run import NO_CONTEXT, Run
+from arpc.agent.server.run import Run
+from arpc.agent.server.thread_replies import NO_CONTEXT
 from arpc.errors import ConnectionClosedError, OverloadedError, ProtocolError
 from arpc.ids import WorkerInfo
 from arpc.wire.frames import HEADER
@@ -246,14 +247,6 @@ async def test_an_answer_that_finds_no_connection_is_the_end_too(desk):
     desk.replies.fail(desk.inbound, 99, FailureKind.OVERLOADED, OverloadedError("too many"))
     assert not desk.inbound.running
     assert desk.replies.calls_ended == len(ENDS)
-
-
-async def test_answers_of_threads_that_came_too_late_are_counted_once(desk):
-    desk.replies.raised(desk.run(), asyncio.CancelledError())
-    desk.replies.answer_withdrawn()  # by the thread, which counts it as its own
-    desk.replies.count_withdrawn()
-    desk.replies.count_withdrawn()
-    assert desk.replies.calls_ended == 0
 
 
 # -- those who hear of it

@@ -15,8 +15,9 @@ import torch
 
 import arpc
 from arpc.agent.server.functions import Function
-from arpc.agent.server.run import NO_CONTEXT, Run
+from arpc.agent.server.run import Run
 from arpc.agent.server.thread_pool import Outbox, ThreadPool, _WakeUp
+from arpc.agent.server.thread_replies import NO_CONTEXT
 from arpc.testing import cluster
 from tests.agent.leftovers import assert_nothing_left, until
 from tests.agent.stage import call_on, call_on_in_thread, echo, echo_in_thread, hold_in_thread
@@ -539,7 +540,7 @@ def test_a_wake_up_wakes_once_for_each_time_it_is_sent(monkeypatch, has_eventfd)
     wake_up.send()
     waiting.join(10)
     assert heard == [0, 1, 2]
-    numbers = {wake_up._read_from, wake_up._write_to}
+    numbers = wake_up.descriptors
     wake_up.close()
     for number in numbers:
         with pytest.raises(OSError, match="descriptor"):

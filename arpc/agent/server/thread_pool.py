@@ -1,13 +1,15 @@
 """Threads that run plain functions, and answer without the loop or hand results back to it in batches.
 
-What costs time is not the function but the way there and back. Five things make it short:
+What costs time is not the function but the way there and back. Six things make it short:
 
 - The loop wakes a thread by a write to a file descriptor, which releases the interpreter lock meanwhile. A thread that
   a lock or a queue wakes could do nothing but wait for the interpreter.
 - Each thread has its own descriptor, and the one that fell asleep last is woken. One for all would wake all threads.
 - A job may leave what is to be sent in an `Outbox`, which its thread sends. Then the loop is not woken at all.
-- Functions that have proved to be *quick* share one thread, which sends the answers of many of them at once. If one of
-  them is stuck after all, other threads help soon.
+- The loop lets the thread have the CPU at once if the function has proved to be *quick*. Otherwise the thread may have
+  to wait until the loop has ended its turn.
+- Quick functions share one thread, which sends the answers of many of them at once. If one of them is stuck after all,
+  other threads help soon.
 - That takes a timer, but not while a single job is under way: a timer that is about to go off costs as much as a switch
   of threads, each time the loop goes to sleep.
 """
@@ -33,6 +35,10 @@ logger = get_logger("arpc.threads")
 
 # Longer than the system's own tick of 1 to 4 ms: a timer that is behind it costs little
 _HELP_AFTER_S: Final = 0.01
+_AWAY_S: Final = 0.0002
+_MOST_TURNS_KEPT: Final = 1 << 14
+_clock = time.perf_counter
+_yield_cpu: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
 
 
 class Outbox:
@@ -147,6 +153,8 @@ class ThreadPool:
         self._tasks_are_isolated = torchstate.isolates_all_tasks(loop)
         self._done: deque[Callable[[], None] | None] = deque()
         self._wake_up_sent = False
+        self._turns_kept = self._turns_to_keep = 0
+        """How often the loop does not give way to a thread, in the present and from the next time on."""
         self._unsent: deque[Outbox] = deque()
         """What threads may still have to send while they are in another job."""
         self._closed = False
@@ -167,6 +175,8 @@ class ThreadPool:
             # wake-up.
             self._wake_up_sent = True
             self._wake()
+            if is_quick:
+                self._give_way()
             self._wake_up_sent = False
             if self._done:
                 self._loop.call_soon(self._collect)
@@ -181,6 +191,23 @@ class ThreadPool:
             # With the last read of this turn done, the loop has nothing better to do than to let a thread run
             self._will_wake = True
             self._loop.call_soon(self._wake_threads)
+
+    def _give_way(self) -> None:
+        """Let the thread that was woken have the CPU, while nobody else wants that.
+
+        It comes back after a quick job. If it takes longer, another program has taken it: then this is tried again much
+        later, each time in which that happens.
+        """
+        if self._turns_kept:
+            self._turns_kept -= 1
+            return
+        begun = _clock()
+        _yield_cpu()
+        if _clock() - begun > _AWAY_S:
+            self._turns_to_keep = min(_MOST_TURNS_KEPT, 4 * self._turns_to_keep + 64)
+        else:
+            self._turns_to_keep = 7 * self._turns_to_keep // 8
+        self._turns_kept = self._turns_to_keep
 
     def _wake_threads(self) -> None:
         """Wake, or start, threads for the jobs of this turn."""

@@ -22,14 +22,11 @@ from arpc.agent.server.replies import Replies
 from arpc.agent.server.reply_window import ResultSizes
 from arpc.agent.server.request_queue import RequestQueue
 from arpc.agent.server.request_reader import RequestReader
-from arpc.agent.server.returned_futures import await_future, value_of, when_done
+from arpc.agent.server.returned_futures import await_future
 from arpc.agent.server.run import Creation, Run
 from arpc.agent.server.thread_pool import ThreadPool
 from arpc.agent.server.thread_replies import ThreadReplies
-from arpc.errors import (
-    ProtocolError,
-    ShutdownError,
-)
+from arpc.errors import ProtocolError, ShutdownError
 from arpc.options import RpcOptions
 from arpc.user_errors import close_coroutine, is_a, is_coroutine
 from arpc.wire.messages import FailureKind, Message, RequestFlag
@@ -85,7 +82,6 @@ class Dispatcher:
         self.postpone = self.queue.postpone
         self.reader = RequestReader(worker, name, context, codec, observers, self.call)
         self.unpack = self.reader.unpack
-        self.encoded = self.replies.encoded
         self._copy_context = context.copy
         self._window_bytes = options.window_bytes
         self.is_watched = False
@@ -126,14 +122,10 @@ class Dispatcher:
     def start(self, inbound: Inbound, message: Message, *, is_counted: bool = False) -> None:
         """Run a call now. ``is_counted``: the reply window has let it go to a thread."""
         function = inbound.functions.get(message.arg)
-        if function.__class__ is not Function or message.flags & _STREAM:
-            run = self._run(inbound, function if isinstance(function, Function) else _UNKNOWN, message)
-            run.is_stream = bool(message.flags & _STREAM)
-            self._start(run, function, message)
-            return
-        run = self._run(inbound, function, message)
+        run = self._run(inbound, function if isinstance(function, Function) else _UNKNOWN, message)
+        run.is_stream = bool(message.flags & _STREAM)
         run.is_counted = is_counted
-        self._launch(run)
+        self._start(run, function, message)
         if run.is_counted and (run.ended or run.function.mode is not _THREAD):
             run.leave_window()  # its arguments could not be unpacked, or have to be waited for
 
@@ -148,17 +140,17 @@ class Dispatcher:
         return run
 
     def _start(self, run: Run, function: Function | Exception | None, message: Message) -> None:
-        """Unpack the arguments of a request, then run it: a stream, a creation, or a function that came with them."""
-        try:
-            if isinstance(function, Exception):
-                raise function.with_traceback(None)
-            if function is None and message.arg:
-                raise ProtocolError(f"call {message.id} of function {message.arg}, which was never sent")
-            if run.message is not None:
+        """Run what a request names: a function that is known, or one that came with its arguments."""
+        if not isinstance(function, Function):
+            try:
+                if function is not None:
+                    raise function.with_traceback(None)
+                if message.arg:
+                    raise ProtocolError(f"call {message.id} of function {message.arg}, which was never sent")
                 run.context.run(self.unpack, run, message)
-        except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
-            self.refused(run, error)
-            return
+            except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
+                self.refused(run, error)
+                return
         self._launch(run)
 
     def _launch(self, run: Run) -> None:
@@ -226,10 +218,7 @@ class Dispatcher:
             if creation is None:
                 return
             run.creation = creation
-            if run.function is function:
-                self._launch(run)
-            else:
-                self._start(run, function, message)
+            self._start(run, function, message)
 
         return handle
 
@@ -245,7 +234,7 @@ class Dispatcher:
         else:
             result = function.call(*args, **kwargs)
         if function.returns_future:
-            return await await_future(result, function.name, self.loop)
+            return await await_future(result, function.name)
         # not asyncio.iscoroutine, to which a generator is one
         return await result if is_coroutine(result) else result
 
@@ -304,7 +293,7 @@ class Dispatcher:
         """A function has returned."""
         function = run.function
         if function.returns_future:
-            self._await_returned_future(run, result)
+            self._carry(run, partial(await_future, result, run.name))
         elif type(result) is HandOver:
             self._hand_over(run, result)
         elif function.mode is not _COROUTINE and is_coroutine(result):
@@ -379,25 +368,6 @@ class Dispatcher:
         run.function = Function.of_coroutine(call, run.function.name, run.function.results)
         self.tasks.start(run)
 
-    def _await_returned_future(self, run: Run, result: Any) -> None:
-        run.inbound.register(run)
-        run.task = None  # the one that carried it, if any, is about to end: cancelling it would do nothing
-
-        def settle(future: Any) -> None:
-            run.function = Function.of_coroutine(_ended, run.function.name, run.function.results)
-            try:
-                value = value_of(future)
-            except BaseException as error:  # noqa: BLE001 - whatever it ended with is the caller's
-                self.raised(run, error)
-            else:
-                if not run.ended:
-                    self.returned(run, value)
-
-        try:
-            when_done(result, run.name, self.loop, settle)
-        except BaseException as error:  # noqa: BLE001 - a future of a user's own kind may raise anything
-            self.raised(run, error)
-
     # -- the end of the worker
 
     async def aclose(self) -> None:
@@ -414,10 +384,6 @@ class Dispatcher:
             **self.threads.statistics(),
             **self.tasks.statistics(),
         }
-
-
-def _ended() -> None:
-    """In place of a function that has returned: it need not be kept for its name's sake."""
 
 
 def _unknown_function() -> None:

@@ -213,7 +213,7 @@ class Run(msgspec.Struct):
             self.host.raised(self, error)
         elif content is not None:
             self.keep(result)
-            self.host.encoded(self, content)
+            self.host.replies.returned(self, content)
         else:
             self.host.returned(self, result)
 

@@ -75,7 +75,7 @@ class Dispatcher:
         self.codec = codec
         self.name = name
         self.threads = ThreadPool(loop, options.num_worker_threads, name)
-        self.tasks = EagerTasks(loop, name, self)
+        self.tasks = EagerTasks(loop, name)
         self.observers = observers
         self.replies = Replies(loop, codec, self.observers, self.readmit)
         self.queue = RequestQueue(self.start, self.threads, self.replies, observers, options)
@@ -284,10 +284,6 @@ class Dispatcher:
         if write_lock is not None:
             inbound.thread_replies = ThreadReplies(inbound, write_lock, self.replies.encode, self.readmit)
         return inbound.thread_replies
-
-    def suspended(self, run: Run) -> None:
-        """A function has to wait: from now on it can be cancelled."""
-        run.inbound.register(run)
 
     def returned(self, run: Run, result: Any) -> None:
         """A function has returned."""

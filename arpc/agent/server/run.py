@@ -56,7 +56,7 @@ class Creation(Protocol):
 
 
 class Run(msgspec.Struct):
-    """One request while it is handled: an `eager_tasks.Job`, and the `scope.Scope` of the code that runs for it.
+    """One request while it is handled, and the `scope.Scope` of the code that runs for it.
 
     A Struct because it is the one object that every request needs, and this is the cheapest kind to make.
     """
@@ -71,8 +71,11 @@ class Run(msgspec.Struct):
     message: Message | None = None
     """Holds the arguments until they are unpacked, if there are any."""
     coroutine: Coroutine[Any, Any, Any] | None = None
+    """None until `first_step` has begun."""
     state: torchstate.SavedState | None = None
+    """Torch's state of a coroutine that waits, if it is not the default."""
     task: asyncio.Task[Any] | None = None
+    """The Task that carries it, once it had to wait."""
     bucket: dict[int, Run] | None = None
     """Those that expire with it, while its deadline is watched."""
     ended: bool = False

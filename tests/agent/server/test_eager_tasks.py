@@ -13,7 +13,7 @@ import torch
 
 import arpc
 from arpc import torchstate
-from arpc.agent.server.eager_tasks import EagerTasks, Job
+from arpc.agent.server.eager_tasks import EagerTasks
 from tests.agent.leftovers import until, warm_up
 from tests.agent.stage import echo, echo_later, the_stage, wait_if
 
@@ -286,8 +286,8 @@ async def ask_a_task() -> tuple[str, str]:
 # -- EagerTasks alone
 
 
-class Recorded(Job):
-    """A job that remembers how it ended."""
+class Recorded:
+    """A request that remembers how it ended; it is its own dispatcher."""
 
     def __init__(self, function: Any, *args: Any) -> None:
         self.context: Context = copy_context()
@@ -296,6 +296,8 @@ class Recorded(Job):
         self.task = None
         self.ended: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.suspensions = 0
+        self.host: Any = self
+        self.inbound: Any = self
         self._function = function
         self._args = args
 
@@ -303,31 +305,27 @@ class Recorded(Job):
         self.coroutine = self._function(*self._args)
         return self.coroutine.send(None)
 
+    def register(self, _: Any) -> None:
+        self.suspensions += 1
 
-class Recorder:
-    """Hears of such jobs."""
-
-    def suspended(self, job: Recorded) -> None:
-        job.suspensions += 1
-
-    def returned(self, job: Recorded, result: Any) -> None:
+    def returned(self, _: Any, result: Any) -> None:
         assert torchstate.is_pristine()
-        job.ended.set_result(result)
+        self.ended.set_result(result)
 
-    def raised(self, job: Recorded, error: BaseException) -> None:
+    def raised(self, _: Any, error: BaseException) -> None:
         assert torchstate.is_pristine()
-        job.ended.set_exception(LookupError(repr(error)))
+        self.ended.set_exception(LookupError(repr(error)))
 
 
 @pytest.fixture
 async def tasks() -> AsyncIterator[EagerTasks]:
-    tasks = EagerTasks(asyncio.get_running_loop(), "test", Recorder())
+    tasks = EagerTasks(asyncio.get_running_loop(), "test")
     yield tasks
     await tasks.aclose()
     assert not tasks._tasks
 
 
-async def start(tasks: EagerTasks, job: Job) -> None:
+async def start(tasks: EagerTasks, job: Any) -> None:
     """Outside of any task, as messages do."""
     done = asyncio.Event()
 
@@ -423,16 +421,16 @@ def test_a_loop_that_is_dropped_ends_coroutines_in_their_own_context():
                 variable.reset(token)
                 log.append((variable.get(), torch.is_grad_enabled()))
 
-    class Forgetful(Recorder):
-        def raised(self, job: Recorded, error: BaseException) -> None:
+    class Forgotten(Recorded):
+        def raised(self, _: Any, error: BaseException) -> None:
             log.append(type(error).__name__)
 
     async def main(tasks: EagerTasks) -> None:
-        await start(tasks, Recorded(wait_for_ever))
+        await start(tasks, Forgotten(wait_for_ever))
         await asyncio.sleep(0)
 
     loop = asyncio.new_event_loop()
-    tasks = EagerTasks(loop, "test", Forgetful())
+    tasks = EagerTasks(loop, "test")
     loop.run_until_complete(main(tasks))
     for task in tasks._tasks:
         task._log_destroy_pending = False

@@ -21,7 +21,7 @@ from arpc.agent.server.producer import Producer
 from arpc.agent.server.replies import Replies
 from arpc.agent.server.reply_window import ResultSizes
 from arpc.agent.server.request_queue import RequestQueue
-from arpc.agent.server.request_reader import RequestReader
+from arpc.agent.server.request_reader import unpack
 from arpc.agent.server.returned_futures import await_future
 from arpc.agent.server.run import Creation, Run
 from arpc.agent.server.thread_pool import ThreadPool
@@ -78,10 +78,7 @@ class Dispatcher:
         self.tasks = EagerTasks(loop, name)
         self.observers = observers
         self.replies = Replies(loop, codec, self.observers, self.readmit)
-        self.queue = RequestQueue(self.start, self.threads, self.replies, observers, options)
-        self.postpone = self.queue.postpone
-        self.reader = RequestReader(worker, name, context, codec, observers, self.call)
-        self.unpack = self.reader.unpack
+        self.queue = RequestQueue(self, options)
         self._copy_context = context.copy
         self._window_bytes = options.window_bytes
         self.is_watched = False
@@ -147,7 +144,7 @@ class Dispatcher:
                     raise function.with_traceback(None)
                 if message.arg:
                     raise ProtocolError(f"call {message.id} of function {message.arg}, which was never sent")
-                run.context.run(self.unpack, run, message)
+                run.context.run(unpack, run, message)
             except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
                 self.refused(run, error)
                 return
@@ -253,7 +250,7 @@ class Dispatcher:
     def _unpack(self, run: Run, message: Message) -> bool:
         """Unpack the arguments on the loop, to which interceptors belong; False if that has settled how it goes on."""
         try:
-            run.context.run(self.unpack, run, message)
+            run.context.run(unpack, run, message)
         except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
             self.raised(run, error)
             return False

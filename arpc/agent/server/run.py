@@ -17,6 +17,7 @@ from arpc.agent.server.functions import Function
 from arpc.agent.server.inbound import Inbound
 from arpc.agent.server.producer import Producer
 from arpc.agent.server.reply_window import ResultSizes
+from arpc.agent.server.request_reader import unpack
 from arpc.agent.server.thread_replies import ThreadReplies
 from arpc.ids import WorkerInfo
 from arpc.user_errors import close_coroutine
@@ -159,7 +160,7 @@ class Run(msgspec.Struct):
     def call(self) -> Any:
         """Call the function, in its context."""
         if self.message is not None:
-            self.host.unpack(self, self.message)
+            unpack(self, self.message)
         args, kwargs = self.args, self.kwargs
         if args is None:
             return self.function.call()
@@ -229,7 +230,7 @@ class Run(msgspec.Struct):
     def _postpone(self) -> None:
         """It came to a thread before it was known how large its result is likely to be."""
         if not self.ended:
-            self.host.postpone(self)
+            self.host.queue.postpone(self)
 
     def leave_window(self) -> None:
         """It has left its thread, or has no use for one."""

@@ -17,7 +17,7 @@ import traceback
 from abc import ABCMeta
 from collections.abc import Coroutine
 from contextlib import suppress
-from types import CoroutineType, TracebackType, WrapperDescriptorType
+from types import CoroutineType, NoneType, TracebackType, WrapperDescriptorType
 from typing import Any, Final, TypeVar
 
 from arpc.errors import ArpcError, set_may_have_run
@@ -57,6 +57,9 @@ _get_traceback = BaseException.__dict__["__traceback__"].__get__
 _with_traceback = BaseException.with_traceback
 _exact = str.__str__
 
+# Most results are one of these, and an abstract class takes its time to tell what is not one of its own
+_PLAIN: Final = frozenset((NoneType, bool, int, float, str, bytes, tuple, list, dict))
+
 # With these a class decides what ``isinstance`` says of its objects, and a metaclass even what ``raise`` does
 _OF_CLASS: Final = ("__class__", "__getattribute__")
 _OF_METACLASS: Final = ("__getattribute__", "__instancecheck__", "__subclasscheck__")
@@ -70,10 +73,8 @@ def is_a(value: object, kinds: type | tuple[type, ...]) -> bool:
 def is_coroutine(value: object) -> bool:
     """Whether a value is to be awaited because it is a coroutine, of any kind."""
     kind = type(value)
-    if kind is CoroutineType:
-        return True
     try:
-        return issubclass(kind, Coroutine)
+        return kind is CoroutineType or (kind not in _PLAIN and issubclass(kind, Coroutine))
     except BaseException:  # noqa: BLE001 - it asks a metaclass, which may raise anything
         return False
 

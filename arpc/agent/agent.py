@@ -33,6 +33,7 @@ from arpc.agent.peers.peer import Peer
 from arpc.agent.scope import WorkerScope
 from arpc.agent.server.dispatcher import CreationService, Dispatcher
 from arpc.agent.server.functions import Preparation
+from arpc.agent.server.request_reader import define
 from arpc.errors import NotAllowedError, OverloadedError, ProtocolError, WireError
 from arpc.group.membership import WorkerRecord
 from arpc.ids import WorkerInfo
@@ -197,7 +198,7 @@ class Agent:
             Failure: receiver.on_failure,
             Item: receiver.on_item,
             Cancel: self._on_cancel,
-            Function: lambda link, message: dispatcher.reader.define(link.inbound, message),
+            Function: lambda link, message: define(dispatcher, link.inbound, message),
             Credit: lambda link, message: link.inbound.add_credit(message.id, message.arg),
             Goodbye: self._on_goodbye,
             **services,

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Final
 
 import torch
 
+from arpc import torchstate
 from arpc.agent.server.thread_pool import ThreadPool
 
 __all__ = ["Completions"]
@@ -25,14 +27,14 @@ class Completions:
     def complete(self, future: torch.futures.Future[Any], value: Any) -> None:
         # Most futures have no callback, or a quick one: these are completed one after the other by one thread, and
         # others come to help if that is stuck
-        self._threads.submit(lambda: future.set_result(value), is_quick=True)
+        self._threads.submit(partial(torchstate.call_isolated, future.set_result, value), is_quick=True)
 
     def fail(self, future: torch.futures.Future[Any], error: BaseException) -> None:
-        self._threads.submit(lambda: future.set_exception(error), is_quick=True)
+        self._threads.submit(partial(torchstate.call_isolated, future.set_exception, error), is_quick=True)
 
     def run(self, work: Callable[[], None]) -> None:
         """Run something that may block."""
-        self._threads.submit(work)
+        self._threads.submit(partial(torchstate.call_isolated, work))
 
     def close(self) -> None:
         self._threads.close()

@@ -151,7 +151,7 @@ def dump(agent: Agent, info: WorkerInfo, pid: int) -> WorkerStack:
 def _handler(
     link: Link, run: Run, now: float, awaited: Mapping[int, AwaitedCall], threads: Mapping[int, list[str]]
 ) -> HandlerStack:
-    deadline = run._deadline  # noqa: SLF001 - `deadline` would begin to count it from now on
+    deadline = run.due  # `deadline` would begin to count it from now on
     left_s = None if deadline is None else deadline - now
     frames = list(_chain_of(run.coroutine))
     kind = "stream" if run.producer is not None else "coroutine"

@@ -67,19 +67,16 @@ class WriteLock:
 
     # -- for threads
 
-    def send(self, take: Callable[[], list[bytes]]) -> bool:
-        """Send whole frames; False if they have to wait, or are too late. ``take`` is called only if they can be sent.
+    def send(self, frames: list[bytes]) -> bool:
+        """Send whole frames; False if they have to wait, or are too late: then none of them was sent.
 
         What the system does not take at once, the loop writes soon.
         """
+        data = frames[0] if len(frames) == 1 else b"".join(frames)
+        size_bytes = len(data)
         with self.lock:
             if self._rest or self._is_over or self._connection.is_full:
                 return False
-            frames = take()
-            if not frames:
-                return True
-            data = frames[0] if len(frames) == 1 else b"".join(frames)
-            size_bytes = len(data)
             self._frames_sent += len(frames)
             self._bytes_sent += size_bytes
             self._writes += 1

@@ -21,15 +21,12 @@ from arpc.agent.server.producer import Producer
 from arpc.agent.server.replies import Replies
 from arpc.agent.server.reply_window import ResultSizes
 from arpc.agent.server.request_queue import RequestQueue
-from arpc.agent.server.request_reader import RequestReader
-from arpc.agent.server.returned_futures import await_future, value_of, when_done
+from arpc.agent.server.request_reader import unpack
+from arpc.agent.server.returned_futures import await_future
 from arpc.agent.server.run import Creation, Run
 from arpc.agent.server.thread_pool import ThreadPool
 from arpc.agent.server.thread_replies import ThreadReplies
-from arpc.errors import (
-    ProtocolError,
-    ShutdownError,
-)
+from arpc.errors import ProtocolError, ShutdownError
 from arpc.options import RpcOptions
 from arpc.user_errors import close_coroutine, is_a, is_coroutine
 from arpc.wire.messages import FailureKind, Message, RequestFlag
@@ -40,7 +37,7 @@ _COROUTINE: Final = Mode.COROUTINE
 _THREAD: Final = Mode.THREAD
 _INLINE: Final = Mode.INLINE
 _STREAM: Final = int(RequestFlag.STREAM)
-_NO_BODY: Final = memoryview(b"")
+_set_scope = current_scope.set
 _now_ns = time.perf_counter_ns
 
 
@@ -81,12 +78,7 @@ class Dispatcher:
         self.tasks = EagerTasks(loop, name)
         self.observers = observers
         self.replies = Replies(loop, codec, self.observers, self.readmit)
-        self.queue = RequestQueue(self.start, self.threads, self.replies, observers, options)
-        self.postpone = self.queue.postpone
-        self.reader = RequestReader(worker, name, context, codec, observers, self.call)
-        self.unpack = self.reader.unpack
-        self.encoded = self.replies.encoded
-        self.answer_withdrawn = self.replies.answer_withdrawn
+        self.queue = RequestQueue(self, options)
         self._copy_context = context.copy
         self._window_bytes = options.window_bytes
         self.is_watched = False
@@ -94,7 +86,6 @@ class Dispatcher:
 
     @property
     def calls_handled(self) -> int:
-        self.replies.count_withdrawn()
         return self.replies.calls_ended + self.threads.jobs_answered
 
     # -- the start of a request
@@ -117,10 +108,7 @@ class Dispatcher:
         ):
             self.queue.admit(inbound, message)
         else:
-            run = Run(self, inbound, function, message.id, message.timeout_ms, self._copy_context(), message)
-            if self.is_watched and self.observers.installed:
-                self.observers.watch(run, message)
-            self._launch(run)
+            self._launch(self._run(inbound, function, message))
 
     def _note_arrival(self, inbound: Inbound, message: Message) -> None:
         if self.replies.meter is not None:
@@ -131,34 +119,35 @@ class Dispatcher:
     def start(self, inbound: Inbound, message: Message, *, is_counted: bool = False) -> None:
         """Run a call now. ``is_counted``: the reply window has let it go to a thread."""
         function = inbound.functions.get(message.arg)
-        if function.__class__ is not Function or message.flags & _STREAM:
-            run = self._run(inbound, function if isinstance(function, Function) else _UNKNOWN, message)
-            run.is_stream = bool(message.flags & _STREAM)
-            self._start(run, function, message)
-            return
-        run = self._run(inbound, function, message)
+        run = self._run(inbound, function if isinstance(function, Function) else _UNKNOWN, message)
+        run.is_stream = bool(message.flags & _STREAM)
         run.is_counted = is_counted
-        self._launch(run)
+        self._start(run, function, message)
         if run.is_counted and (run.ended or run.function.mode is not _THREAD):
             run.leave_window()  # its arguments could not be unpacked, or have to be waited for
 
     def _run(self, inbound: Inbound, function: Function, message: Message) -> Run:
-        run = Run(self, inbound, function, message.id, message.timeout_ms, self._copy_context(), message)
+        """A request, as the scope of its context."""
+        context = self._copy_context()
+        content = message if message.body else None
+        run = Run(self, inbound, function, message.id, message.timeout_ms, context, content)
+        context.run(_set_scope, run)
         if self.is_watched and self.observers.installed:
             self.observers.watch(run, message)
         return run
 
     def _start(self, run: Run, function: Function | Exception | None, message: Message) -> None:
-        """Unpack the arguments of a request, then run it: a stream, a creation, or a function that came with them."""
-        try:
-            if isinstance(function, Exception):
-                raise function.with_traceback(None)
-            if function is None and message.arg:
-                raise ProtocolError(f"call {message.id} of function {message.arg}, which was never sent")
-            run.context.run(self.reader.enter, run, message)
-        except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
-            self.refused(run, error)
-            return
+        """Run what a request names: a function that is known, or one that came with its arguments."""
+        if not isinstance(function, Function):
+            try:
+                if function is not None:
+                    raise function.with_traceback(None)
+                if message.arg:
+                    raise ProtocolError(f"call {message.id} of function {message.arg}, which was never sent")
+                run.context.run(unpack, run, message)
+            except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
+                self.refused(run, error)
+                return
         self._launch(run)
 
     def _launch(self, run: Run) -> None:
@@ -226,12 +215,9 @@ class Dispatcher:
             if creation is None:
                 return
             run.creation = creation
-            if run.function is function:
-                if message.meta_end == len(message.body) and not run.meta and run.handling is None:
-                    message.body = _NO_BODY  # it had the feature's own metadata alone: there is nothing to unpack
-                self._launch(run)
-            else:
-                self._start(run, function, message)
+            if not run.meta and run.handling is None and message.meta_end == len(message.body):
+                run.message = None  # it had the feature's own metadata alone: there is nothing to unpack
+            self._start(run, function, message)
 
         return handle
 
@@ -247,34 +233,28 @@ class Dispatcher:
         else:
             result = function.call(*args, **kwargs)
         if function.returns_future:
-            return await await_future(result, function.name, self.loop)
+            return await await_future(result, function.name)
         # not asyncio.iscoroutine, to which a generator is one
         return await result if is_coroutine(result) else result
 
     # -- ways to run
 
     def _run_inline(self, run: Run) -> None:
-        if run.message is not None and not self._enter_and_go_on(run):
+        if run.message is not None and not self._unpack(run, run.message):
             return
         try:
-            result = torchstate.call_isolated(run.context.run, run.begin)
+            result = torchstate.call_isolated(run.context.run, run.call)
         except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
             self.raised(run, error)
         else:
             self.returned(run, result)
 
-    def _enter_and_go_on(self, run: Run) -> bool:
+    def _unpack(self, run: Run, message: Message) -> bool:
         """Unpack the arguments on the loop, to which interceptors belong; False if that has settled how it goes on."""
-        message = run.message
-        assert message is not None
-        if not message.body:
-            run.message = None
-            run.context.run(current_scope.set, run)
-            return True
         try:
-            run.context.run(self.reader.enter, run, message)
+            run.context.run(unpack, run, message)
         except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
-            self.refused(run, error)
+            self.raised(run, error)
             return False
         if run.awaited_first is not None:
             self.tasks.start(run)
@@ -282,7 +262,7 @@ class Dispatcher:
         return True
 
     def _start_thread(self, run: Run) -> None:
-        if run.message is not None and not self._enter_and_go_on(run):
+        if run.message is not None and not self._unpack(run, run.message):
             return
         inbound, function = run.inbound, run.function
         inbound.register(run)
@@ -292,31 +272,23 @@ class Dispatcher:
         if function.results.are_large:
             self.queue.postpone(run)
             return
-        if (
-            function.is_plain
-            and self.replies.meter is None
-            and run.handling is None
-            and not run.meta
-            and not run.is_stream
-        ):
+        if function.is_plain and not self.is_watched and run.handling is None and not run.meta and not run.is_stream:
             # no meter, observer or interceptor has to hear of its end
             run.thread_replies = inbound.thread_replies or self._share_writing(inbound)
         self.threads.submit(run.work, function.quickness.is_quick, not inbound.connection.is_reading)
 
     def _share_writing(self, inbound: Inbound) -> ThreadReplies | None:
         """Where threads put the answers to a connection's requests; None if it can be written by the loop alone."""
-        turn = inbound.connection.share_writing()
-        if turn is not None:
-            inbound.thread_replies = ThreadReplies(inbound, turn, self.replies.encode, self.readmit)
+        write_lock = inbound.connection.share_writing()
+        if write_lock is not None:
+            inbound.thread_replies = ThreadReplies(inbound, write_lock, self.replies.encode, self.readmit)
         return inbound.thread_replies
 
     def returned(self, run: Run, result: Any) -> None:
         """A function has returned."""
         function = run.function
-        if run.ended:
-            close_coroutine(result)
-        elif function.returns_future:
-            self._await_returned_future(run, result)
+        if function.returns_future:
+            self._carry(run, partial(await_future, result, run.name))
         elif type(result) is HandOver:
             self._hand_over(run, result)
         elif function.mode is not _COROUTINE and is_coroutine(result):
@@ -336,6 +308,8 @@ class Dispatcher:
 
     def raised(self, run: Run, error: BaseException) -> None:
         """A function has raised, or what leads to it."""
+        if run.returned_coroutine is not None:
+            close_coroutine(run.returned_coroutine)  # it may never have begun
         creation = run.creation
         if creation is None or run.ended:
             self.replies.raised(run, error)
@@ -389,24 +363,6 @@ class Dispatcher:
         run.function = Function.of_coroutine(call, run.function.name, run.function.results)
         self.tasks.start(run)
 
-    def _await_returned_future(self, run: Run, result: Any) -> None:
-        run.inbound.register(run)
-        run.task = None  # the one that carried it, if any, is about to end: cancelling it would do nothing
-
-        def settle(future: Any) -> None:
-            run.function = Function.of_coroutine(_ended, run.function.name, run.function.results)
-            try:
-                value = value_of(future)
-            except BaseException as error:  # noqa: BLE001 - whatever it ended with is the caller's
-                self.raised(run, error)
-            else:
-                self.returned(run, value)
-
-        try:
-            when_done(result, run.name, self.loop, settle)
-        except BaseException as error:  # noqa: BLE001 - a future of a user's own kind may raise anything
-            self.raised(run, error)
-
     # -- the end of the worker
 
     async def aclose(self) -> None:
@@ -423,10 +379,6 @@ class Dispatcher:
             **self.threads.statistics(),
             **self.tasks.statistics(),
         }
-
-
-def _ended() -> None:
-    """In place of a function that has returned: it need not be kept for its name's sake."""
 
 
 def _unknown_function() -> None:

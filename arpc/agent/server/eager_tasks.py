@@ -12,85 +12,71 @@ contextvars are its own because every step runs in a Context made for it. (Pytho
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Generator
-from contextvars import Context
+from collections.abc import Awaitable, Callable, Generator
 from types import CoroutineType
 from types import coroutine as generator_coroutine
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch._C import _len_torch_function_stack as _count_function_modes
 
 from arpc import torchstate
+from arpc.agent.server.run import Run
 from arpc.log import get_logger
 from arpc.private.asyncio import ENTERS_TASKS, enter_task, leave_task, mark_awaited
 
-__all__ = ["EagerTasks", "Job"]
+__all__ = ["EagerTasks"]
 
 logger = get_logger("arpc.tasks")
 
 _IDLE_MAX: Final = 16
 _CLOSE_S: Final = 1.0
+_NOT_BEGUN: Final = object()
 _is_pristine = torchstate.is_pristine
 _is_grad_enabled = torch.is_grad_enabled
 
 
-class Job(Protocol):
-    """A coroutine to be carried.
-
-    `finished` or `failed` is called exactly once, at its end, with torch's state pristine.
-    """
-
-    context: Context
-    coroutine: Coroutine[Any, Any, Any] | None
-    """None until `first_step` has begun."""
-    state: torchstate.SavedState | None
-    """Torch's state of a coroutine that waits, if it is not the default."""
-    task: asyncio.Task[Any] | None
-    """The Task that carries it, once it had to wait."""
-
-    def first_step(self) -> Any:
-        """Make the coroutine, and send it None. Runs in the context."""
-
-    def suspended(self) -> None:
-        """It had to wait: from now on it can be cancelled."""
-
-    def finished(self, result: Any) -> None: ...
-
-    def failed(self, error: BaseException) -> None: ...
-
-
 @torchstate.isolating_driver
-def _step(job: Job, step: Callable[[Any], Any], value: Any) -> Any:
+def _step(run: Run, step: Callable[[Any], Any], value: Any) -> Any:
     """One further step. The thread's own state is set aside meanwhile, whatever it is."""
     outer = None if _is_pristine() else torchstate.save_and_reset()
-    state = job.state
+    state = run.state
     if state is not None:
-        job.state = None
+        run.state = None
         torchstate.restore(state)
     try:
-        return job.context.run(step, value)
+        return run.context.run(step, value)
     finally:
         value = None  # an error that was thrown in has this frame in its traceback: they would keep each other
         if not _is_pristine():
-            job.state = torchstate.save_and_reset()
+            run.state = torchstate.save_and_reset()
         if outer is not None:
             torchstate.restore(outer)
 
 
 @generator_coroutine
-def _drive(job: Job, waits_for: Any, coroutine: Any) -> Generator[Any, Any, Any]:
+def _drive(run: Run, waits_for: Any) -> Generator[Any, Any, Any]:
     """Carry on with a coroutine that waits for something; what it waits for goes to the Task.
 
     Nobody else may keep that: a future that fails keeps its error, and the error the frames that it has passed.
     """
     step: Callable[[Any], Any]
+    coroutine: Any = run.coroutine
+    if waits_for is _NOT_BEGUN:
+        try:
+            waits_for = _step(run, lambda _: run.first_step(), None)
+        except StopIteration as stop:
+            return stop.value
+        coroutine = run.coroutine
+    if run.task is not None and type(coroutine) is CoroutineType:
+        # `python -m asyncio ps` sees frames of the Task, and none of the coroutine that is stepped by hand
+        run.task.set_name(coroutine.__qualname__)
     while True:
         try:
             value = yield waits_for
         except GeneratorExit:
             # its blocks end in its own context and state, as in any other step
-            _step(job, lambda _: coroutine.close(), None)
+            _step(run, lambda _: coroutine.close(), None)
             raise
         except BaseException as error:  # noqa: BLE001 - thrown in by the Task, for the coroutine
             step, value = coroutine.throw, error
@@ -98,29 +84,29 @@ def _drive(job: Job, waits_for: Any, coroutine: Any) -> Generator[Any, Any, Any]
             step = coroutine.send
         waits_for = None  # a future that has failed leads to this frame, too, by the traceback of its error
         try:
-            waits_for = _step(job, step, value)
+            waits_for = _step(run, step, value)
         except StopIteration as stop:
             return stop.value
         finally:
             value = None  # as in `_step`
 
 
-def _tell(told: Callable[[Any], None], outcome: Any) -> None:
-    """Tell a job how it ended, from within a Task: on a thread whose state may be that of other code."""
+def _tell(told: Callable[[Any, Any], None], run: Run, outcome: Any) -> None:
+    """Tell how a request ended, from within a Task: on a thread whose state may be that of other code."""
     if _is_pristine():
-        told(outcome)
+        told(run, outcome)
     else:
-        torchstate.run_with(torchstate.DEFAULTS, told, outcome)
+        torchstate.run_with(torchstate.DEFAULTS, told, run, outcome)
 
 
 class _IdleTask:
-    """A Task that waits for a job that has to wait."""
+    """A Task that waits for a request that has to wait."""
 
-    __slots__ = ("job", "task", "waits_for", "wake_up")
+    __slots__ = ("run", "task", "waits_for", "wake_up")
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.wake_up: asyncio.Future[None] = loop.create_future()
-        self.job: Job | None = None
+        self.run: Run | None = None
         self.waits_for: Any = None
         self.task: asyncio.Task[Any]
 
@@ -139,32 +125,30 @@ class EagerTasks:
         self.carried = 0
 
     @torchstate.isolating_driver
-    def start(self, job: Job) -> None:
-        """Run a job, at once if possible. Must not be called from a Task. Torch's state must be pristine."""
+    def start(self, run: Run) -> None:
+        """Run a run, at once if possible. Must not be called from a Task. Torch's state must be pristine."""
         if not self.idle:
-            self._start_task(job)
+            self._start_task(run)
             return
         idle_task = self.idle[-1]
-        loop = self._loop
+        loop, task = self._loop, idle_task.task
         try:
-            enter_task(loop, idle_task.task)
+            enter_task(loop, task)
         except RuntimeError:
             # called from within a Task after all: no harm, only slower
-            self._start_task(job)
+            self._start_task(run)
             return
-        error: BaseException | None = None
+        told: Callable[[Any, Any], None] | None = None
         try:
-            waits_for = job.context.run(job.first_step)
+            waits_for = run.context.run(run.first_step)
         except StopIteration as stop:
-            result = stop.value
-            waits_for = idle_task
-        except BaseException as raised:  # noqa: BLE001 - it is the caller's, see Job.failed
-            error = raised
-            waits_for = idle_task
+            told, outcome = run.host.returned, stop.value
+        except BaseException as error:  # noqa: BLE001 - it is the caller's
+            told, outcome = run.host.raised, error
         finally:
-            leave_task(loop, idle_task.task)
-        if waits_for is not idle_task:
-            self._carry_on(job, waits_for)
+            leave_task(loop, task)
+        if told is None:
+            self._carry_on(run, waits_for)
             return
         # The blocks it was in have ended with it. Left are the two things that people switch without a block.
         if not _is_grad_enabled() or _count_function_modes():
@@ -174,31 +158,28 @@ class EagerTasks:
             self.idle.pop()
             self._more()
         self.steps_without_wait += 1
-        if error is not None:
-            job.failed(error)
-        else:
-            job.finished(result)
+        told(run, outcome)
 
-    def _carry_on(self, job: Job, waits_for: Any) -> None:
+    def _carry_on(self, run: Run, waits_for: Any) -> None:
         """The first step, taken on behalf of the last of `idle`, was not the only one."""
         if not _is_pristine():
-            job.state = torchstate.save_and_reset()
+            run.state = torchstate.save_and_reset()
         self.carried += 1
         idle_task = self.idle.pop()
-        idle_task.job = job
+        idle_task.run = run
         idle_task.waits_for = waits_for
-        job.task = idle_task.task
+        run.task = idle_task.task
         if not idle_task.wake_up.done():
             idle_task.wake_up.set_result(None)
-        job.suspended()
+        run.inbound.register(run)  # from now on it can be cancelled
         self._more()
 
     def _more(self) -> None:
-        """Have an idle task ready for the next job. One at a time: a burst of jobs that wait gets plain Tasks."""
+        """Have an idle task ready for the next request. One at a time: a burst of those that wait gets plain Tasks."""
         if ENTERS_TASKS and len(self.idle) + self._starting < _IDLE_MAX and not self._closed:
             self._starting += 1
             idle_task = _IdleTask(self._loop)
-            idle_task.task = self._own(asyncio.Task(self._wait_for_job(idle_task), loop=self._loop))
+            idle_task.task = self._own(asyncio.Task(self._wait_for_run(idle_task), loop=self._loop))
 
     def _own(self, task: asyncio.Task[Any]) -> asyncio.Task[Any]:
         # Tasks are made here without the loop's factory: it would keep torch's state apart a second time
@@ -206,7 +187,7 @@ class EagerTasks:
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def _wait_for_job(self, idle_task: _IdleTask) -> None:
+    async def _wait_for_run(self, idle_task: _IdleTask) -> None:
         self._starting -= 1
         if self._closed:
             return
@@ -216,8 +197,8 @@ class EagerTasks:
             await idle_task.wake_up
         except asyncio.CancelledError as error:
             cancelled = error
-        job = idle_task.job
-        if job is None:
+        run = idle_task.run
+        if run is None:
             # closed, or cancelled by a handler that has finished since
             if idle_task in self.idle:
                 self.idle.remove(idle_task)
@@ -225,9 +206,9 @@ class EagerTasks:
         if cancelled is not None:
             # cancelled between its first step and now: what it waits for is told, and then the handler
             idle_task.waits_for = self._cancelled_wait(idle_task.waits_for)
-        steps = _drive(job, idle_task.waits_for, job.coroutine)
+        steps = _drive(run, idle_task.waits_for)
         idle_task.waits_for = None  # see `_drive`
-        await self._finish(job, steps)
+        await self._finish(run, steps)
 
     def _cancelled_wait(self, waits_for: Any) -> Any:
         if waits_for is not None:
@@ -239,49 +220,30 @@ class EagerTasks:
         mark_awaited(stopped, is_awaited=True)
         return stopped
 
-    def _start_task(self, job: Job) -> None:
+    def _start_task(self, run: Run) -> None:
         if self._closed:
-            job.failed(asyncio.CancelledError())
+            run.host.raised(run, asyncio.CancelledError())
             return
 
-        async def run() -> None:
-            try:
-                waits_for = _step(job, lambda _: job.first_step(), None)
-            except StopIteration as stop:
-                result = stop.value
-            except BaseException as error:  # noqa: BLE001 - thrown in by the Task, for the coroutine
-                _tell(job.failed, error)
-                return
-            else:
-                steps = _drive(job, waits_for, job.coroutine)
-                del waits_for  # see `_drive`
-                await self._finish(job, steps)
-                return
-            # not above: what cannot be sent must not be told of with all of the result that the exception shows
-            _tell(job.finished, result)
-
         def never_ran(task: asyncio.Task[Any]) -> None:
-            if task.cancelled() and job.coroutine is None:
-                job.failed(asyncio.CancelledError())
+            if task.cancelled() and run.coroutine is None:
+                run.host.raised(run, asyncio.CancelledError())
 
         self.carried += 1
-        job.task = self._own(asyncio.Task(run(), loop=self._loop))
-        job.task.add_done_callback(never_ran)
-        job.suspended()
+        run.task = self._own(asyncio.Task(self._finish(run, _drive(run, _NOT_BEGUN)), loop=self._loop))
+        run.task.add_done_callback(never_ran)
+        run.inbound.register(run)
         if not self.idle:
             self._more()
 
-    async def _finish(self, job: Job, steps: Awaitable[Any]) -> None:
-        coroutine = job.coroutine
-        if job.task is not None and type(coroutine) is CoroutineType:
-            # `python -m asyncio ps` sees frames of the Task, and none of the coroutine that is stepped by hand
-            job.task.set_name(coroutine.__qualname__)
+    @staticmethod
+    async def _finish(run: Run, steps: Awaitable[Any]) -> None:
         try:
             result = await steps
         except BaseException as error:  # noqa: BLE001 - thrown in by the Task, for the coroutine
-            _tell(job.failed, error)
+            _tell(run.host.raised, run, error)
         else:
-            _tell(job.finished, result)
+            _tell(run.host.returned, run, result)
 
     async def aclose(self) -> None:
         """Cancel whatever is carried, and wait for its end, but not for ever: a handler may refuse to be cancelled."""

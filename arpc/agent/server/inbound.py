@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 from arpc.agent.client.deadlines import NEVER, Deadlines
@@ -131,20 +131,20 @@ class Inbound:
         """Keep a request that did not end at once, so that it can be cancelled and expire."""
         if run.is_registered:
             return
-        id_, timeout_ms = run.id, run.timeout_ms
         run.is_registered = True
         running = self.running
-        running[id_] = run
+        running[run.id] = run
         if len(running) >= self.limit:
             self.is_full = True
-        if not timeout_ms:
-            return
-        now = self._time()
-        if timeout_ms != self._usual_ms or now >= self._usual_until:
-            self._find_tick(timeout_ms, now)
-        run.bucket = bucket = self._usual_bucket
-        bucket[id_] = run
-        run.set_deadline(now + timeout_ms / 1000)
+        timeout_ms = run.timeout_ms
+        if timeout_ms:
+            now = self._time()
+            if timeout_ms != self._usual_ms or now >= self._usual_until:
+                self._find_tick(timeout_ms, now)
+            run.bucket = bucket = self._usual_bucket
+            bucket[run.id] = run
+            if run.due is None:
+                run.due = now + timeout_ms / 1000
 
     def _find_tick(self, timeout_ms: int, now: float) -> None:
         """Requests of about the same time with the same timeout share a tick: find it once for all."""
@@ -159,27 +159,13 @@ class Inbound:
         self._usual_bucket = bucket
 
     def claim(self, run: Run) -> bool:
-        """Take a request out that may have ended in a thread; if this returns True, answer it. Called in any thread."""
+        """Take a request out; True for the one that does, which then answers it. Called in any thread."""
         id_ = run.id
         if self.running.pop(id_, None) is not run:
             return False
         if run.bucket is not None:
             run.bucket.pop(id_, None)
         return True
-
-    def claim_answers(self, answers: deque[tuple[Run, bytes]], limit_bytes: int) -> list[bytes]:
-        """Take requests out that have ended in threads: the frames of those that are still to be answered."""
-        frames: list[bytes] = []
-        while answers:
-            run, data = answers.popleft()
-            if self.claim(run):
-                frames.append(data)
-                limit_bytes -= len(data)
-                if limit_bytes <= 0:
-                    break
-            else:
-                run.host.answer_withdrawn()
-        return frames
 
     def forget(self, run: Run) -> None:
         """A request has been answered."""

@@ -13,7 +13,8 @@ from arpc.agent.codec import Codec
 from arpc.agent.hooks.observers import Observers
 from arpc.agent.server.inbound import Inbound
 from arpc.agent.server.remote_exceptions import describe_failure
-from arpc.agent.server.run import NO_CONTEXT, Run
+from arpc.agent.server.run import Run
+from arpc.agent.server.thread_replies import NO_CONTEXT
 from arpc.errors import ConnectionClosedError, ProtocolError, SerializationError
 from arpc.log import get_logger
 from arpc.user_errors import is_a, summary_of, text_of, type_name_of
@@ -21,7 +22,6 @@ from arpc.wire.frames import frame
 from arpc.wire.messages import FailureKind, ItemFlag, MessageType
 from arpc.wire.metadata import encode_metadata
 from arpc.wire.values.content import Content
-from arpc.wire.values.schemas import PackedTensors
 
 __all__ = ["HandlerMeter", "Replies"]
 
@@ -58,23 +58,11 @@ class Replies:
         self._readmit = readmit
         self.calls_failed = 0
         self.calls_ended = 0
-        self._withdrawn: list[None] = []
-        """One for each answer of a thread that came after its request had been cancelled."""
         self.is_closed = False
         """The worker shuts down: handlers that are cancelled now are cancelled for that reason."""
         self.tell_failure: Callable[[str, BaseException], None] | None = None
         """Told the name of each function that fails here, and what it raised."""
         self.meter: HandlerMeter | None = None
-
-    def answer_withdrawn(self) -> None:
-        """A thread has an answer to a request that was cancelled before. Called in any thread."""
-        self._withdrawn.append(None)
-
-    def count_withdrawn(self) -> None:
-        """Count requests once that were counted where they were cancelled, and by the thread pool."""
-        while self._withdrawn:
-            self._withdrawn.pop()
-            self.calls_ended -= 1
 
     # -- results
 
@@ -100,10 +88,6 @@ class Replies:
             with suppress(BaseException):
                 content = run.context.run(self.encode, run, answer, with_metadata=True)
         self.returned(run, content)  # with the metadata of interceptors, even if there is nothing else to send
-
-    def encoded(self, run: Run, content: Content) -> None:
-        """Answer a request with a result that its thread has encoded."""
-        self._end(run, _REPLY, 0, 0, content)
 
     def encode(self, run: Run, result: Any, *, with_metadata: bool = False) -> Content:
         """The content of a reply, or of an item of a stream. In any thread, unless there is metadata."""
@@ -135,15 +119,12 @@ class Replies:
     def send_item(self, run: Run, item: Any) -> int:
         """Send the next item of a stream, and say how large it is. Called in the handler's context."""
         content = self.encode(run, item, with_metadata=True)
-        place = run.items_sent & _PLACE_MASK
-        connection = run.inbound.connection
-        tensors = content.tensors
-        send = partial(connection.send_message, _ITEM, 0, run.id, place, 0, content)
-        if tensors is not None and tensors.waits:
+        place, connection = run.items_sent & _PLACE_MASK, run.inbound.connection
+        if content.tensors is not None and content.tensors.waits:
             # Without the item the stream has a gap that nothing fills; a device that fails, fails for good
-            self._send_when_filled(tensors, send, connection.abort)
+            self._send_when_filled(run, _ITEM, 0, place, content, connection.abort)
         else:
-            send()
+            connection.send_message(_ITEM, 0, run.id, place, 0, content)
         run.items_sent += 1
         return content.size_bytes()
 
@@ -169,7 +150,6 @@ class Replies:
             if self.is_closed and not run.expired:
                 kind = FailureKind.LEFT
             run.cancel_nested()
-            self.count_withdrawn()
         if is_a(error, ProtocolError):
             logger.warning(
                 "a malformed request of worker %s: %s",
@@ -220,15 +200,17 @@ class Replies:
             self.meter.handler_ended(inbound.caller.name, run.name, _now_ns() - arrived_ns)
         if run.is_registered:
             self._forget(run)
+        size_bytes = len(content.pickle)
         tensors = content.tensors
+        if tensors is not None:
+            size_bytes += tensors.size_bytes
         if error is None:
             results = run.results or run.function.results
-            size_bytes = len(content.pickle) + (0 if tensors is None else tensors.size_bytes)
             if size_bytes > results.unsurprising_bytes:
                 results.saw(size_bytes)
         if tensors is not None and tensors.waits:
-            send = partial(self._send, inbound, run.id, type_, flags, arg, content)
-            self._send_when_filled(tensors, send, partial(self.fail, inbound, run.id, FailureKind.RAISED))
+            fail = partial(self.fail, inbound, run.id, FailureKind.RAISED)
+            self._send_when_filled(run, type_, flags, arg, content, fail)
             return
         try:
             bulk = inbound.connection.send_message(type_, flags, run.id, arg, 0, content)
@@ -246,21 +228,17 @@ class Replies:
             self._loop.call_soon(self._readmit, inbound)
 
     def _send_when_filled(
-        self, tensors: PackedTensors, send: Callable[[], object], fail: Callable[[SerializationError], None]
+        self, run: Run, type_: int, flags: int, arg: int, content: Content, fail: Callable[[SerializationError], None]
     ) -> None:
         """Send a message once its tensors have been copied from devices; ``fail`` is called if they cannot be."""
+        inbound = run.inbound
 
         def filled(failure: SerializationError | None) -> None:
             with suppress(ConnectionClosedError):  # then the caller knows
-                if failure is None:
-                    send()
-                else:
+                if failure is not None:
                     fail(failure)
+                elif (bulk := inbound.connection.send_message(type_, flags, run.id, arg, 0, content)) is not None:
+                    inbound.reply_leaves(run.id, bulk)
 
-        self._codec.when_filled(tensors, filled)
-
-    @staticmethod
-    def _send(inbound: Inbound, call_id: int, type_: int, flags: int, arg: int, content: Content) -> None:
-        bulk = inbound.connection.send_message(type_, flags, call_id, arg, 0, content)
-        if bulk is not None:
-            inbound.reply_leaves(call_id, bulk)
+        assert content.tensors is not None
+        self._codec.when_filled(content.tensors, filled)

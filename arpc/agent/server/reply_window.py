@@ -28,19 +28,16 @@ _Start = Callable[[], None]
 class ResultSizes:
     """How large the results of a function have been of late, which is what tells how large the next one will be."""
 
-    __slots__ = ("are_known", "are_large", "expected_bytes", "unsurprising_bytes")
+    __slots__ = ("are_large", "expected_bytes", "unsurprising_bytes")
 
     def __init__(self) -> None:
         self.expected_bytes = 0
         self.are_large = False
-        self.are_known = False
-        """There was one. One that was small enough for a thread to send it is not measured."""
         self.unsurprising_bytes = -1
-        """A result of at most that size tells nothing new."""
+        """A result of at most that size tells nothing new. Negative as long as they are not known to be small."""
 
     def saw(self, size_bytes: int) -> None:
         """Count a result."""
-        self.are_known = True
         expected_bytes = self.expected_bytes
         if size_bytes < expected_bytes:
             size_bytes = expected_bytes - max(1, (expected_bytes - size_bytes) // _WEIGHT)

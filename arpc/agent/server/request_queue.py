@@ -6,19 +6,19 @@ Requests wait packed. What is likely to return a large result waits for the `Rep
 from __future__ import annotations
 
 from functools import partial
-from typing import Final, Protocol
+from typing import TYPE_CHECKING, Final
 
 from arpc import torchstate
-from arpc.agent.hooks.observers import Observers
 from arpc.agent.server.functions import Function, Mode
 from arpc.agent.server.inbound import Inbound
-from arpc.agent.server.replies import Replies
 from arpc.agent.server.reply_window import ReplyWindow, ResultSizes
 from arpc.agent.server.run import Run
-from arpc.agent.server.thread_pool import ThreadPool
 from arpc.errors import OverloadedError, WireError
 from arpc.options import RpcOptions
 from arpc.wire.messages import FailureKind, Message
+
+if TYPE_CHECKING:
+    from arpc.agent.server.dispatcher import Dispatcher
 
 __all__ = ["RequestQueue"]
 
@@ -27,21 +27,11 @@ _WINDOWS: Final = 16
 _THREAD: Final = Mode.THREAD
 
 
-class _Start(Protocol):
-    def __call__(self, inbound: Inbound, message: Message, *, is_counted: bool = False) -> None: ...
-
-
 class RequestQueue:
     """The waiting requests of all peers of one worker."""
 
-    def __init__(
-        self, start: _Start, threads: ThreadPool, replies: Replies, observers: Observers, options: RpcOptions
-    ) -> None:
-        """``start`` runs a request now. ``is_counted``: the reply window has let it go to a thread."""
-        self._start = start
-        self._threads = threads
-        self._replies = replies
-        self._observers = observers
+    def __init__(self, host: Dispatcher, options: RpcOptions) -> None:
+        self._host = host
         self._max_waiting = options.max_requests_waiting
         self._window_bytes = options.window_bytes
         self.calls_refused = 0
@@ -52,7 +42,7 @@ class RequestQueue:
         results = inbound.results_of(message)
         is_large = results is not None and results.are_large
         if not (is_large or inbound.is_full or inbound.connection.is_congested):
-            self._start(inbound, message)
+            self._host.start(inbound, message)
         elif (
             len(inbound.waiting) < self._max_waiting or not (is_large or inbound.is_full)
         ) and inbound.waiting_bytes <= _WINDOWS * self._window_bytes:
@@ -68,13 +58,13 @@ class RequestQueue:
         """Answer a call of a caller too many of whose calls wait already."""
         self.calls_refused += 1
         error = OverloadedError(f"{len(inbound.waiting)} of its requests wait already")
-        self._observers.dropped(inbound, message.id, error)
+        self._host.observers.dropped(inbound, message.id, error)
         if inbound.connection.is_congested:
             # to refuse them all would take as much memory as to keep them
             text = f"{len(inbound.waiting)} of its requests wait, and it does not read replies"
             inbound.connection.abort(WireError(text))
         else:
-            self._replies.fail(inbound, message.id, FailureKind.OVERLOADED, error)
+            self._host.replies.fail(inbound, message.id, FailureKind.OVERLOADED, error)
 
     # -- large results
 
@@ -82,7 +72,7 @@ class RequestQueue:
         """Where requests of a connection wait whose results are likely to be large."""
         if inbound.reply_window is None:
             inbound.reply_window = ReplyWindow(
-                inbound.connection, self._window_bytes, self._threads.size, partial(self.readmit, inbound)
+                inbound.connection, self._window_bytes, self._host.threads.size, partial(self.readmit, inbound)
             )
         return inbound.reply_window
 
@@ -99,7 +89,7 @@ class RequestQueue:
             else:
                 kept = None if self.is_closed else inbound.take_waiting(message.id)
             if kept is not None:
-                self._start(inbound, kept, is_counted=in_thread)
+                self._host.start(inbound, kept, is_counted=in_thread)
             elif in_thread:  # it was cancelled, or waits for another reason
                 window.thread_ended()
 
@@ -109,7 +99,7 @@ class RequestQueue:
     def postpone(self, run: Run) -> None:
         """Let a plain function have a thread when there is room for its result, or at once if that will be small."""
         if not run.function.results.are_large:
-            self._threads.submit(run.work, is_quick=run.function.quickness.is_quick)
+            self._host.threads.submit(run.work, is_quick=run.function.quickness.is_quick)
             return
         window = self.window(run.inbound)
 
@@ -125,7 +115,7 @@ class RequestQueue:
         """Let a plain function that the reply window has let go have a thread."""
         run.is_counted = True
         run.thread_replies = None  # the loop is to hear of its end
-        self._threads.submit(run.work, is_quick=run.function.quickness.is_quick)
+        self._host.threads.submit(run.work, is_quick=run.function.quickness.is_quick)
 
     # -- room
 
@@ -149,4 +139,4 @@ class RequestQueue:
         ):
             message = inbound.next_waiting()
             if message is not None:
-                self._start(inbound, message)
+                self._host.start(inbound, message)

@@ -4,39 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from arpc.user_errors import is_a, type_name_of
 
-__all__ = ["await_future", "value_of", "when_done"]
+__all__ = ["await_future"]
 
 
-def when_done(future: Any, name: str, loop: asyncio.AbstractEventLoop, then: Callable[[Any], object]) -> None:
-    """Call ``then`` with a future, on the loop, once that is done. Raises `TypeError` for what is no future."""
+async def await_future(future: Any, name: str) -> Any:
+    """The value of a future that a function of that name has returned. Raises `TypeError` for what is no future.
+
+    The future goes on if the code that awaits it is cancelled: others may wait for it, too.
+    """
+    loop = asyncio.get_running_loop()
+    done = loop.create_future()
+
+    def settle(_: object) -> None:
+        if not done.done():
+            done.set_result(None)
+
     if is_a(future, asyncio.Future):
-        future.add_done_callback(then)
+        future.add_done_callback(settle)
     elif is_a(future, (torch._C.Future, concurrent.futures.Future)):
         # it is completed on a thread of its own
-        future.add_done_callback(lambda done: loop.call_soon_threadsafe(then, done))
+        future.add_done_callback(lambda _: loop.call_soon_threadsafe(settle, None))
     else:
         raise TypeError(
             f"a function marked with async_execution must return a Future, and {name} returned {type_name_of(future)}"
         )
-
-
-def value_of(future: Any) -> Any:
-    """The value of a future that is done. Raises its error."""
-    return future.result() if hasattr(future, "result") else future.value()
-
-
-async def await_future(future: Any, name: str, loop: asyncio.AbstractEventLoop) -> Any:
-    """The value of a future."""
-    if is_a(future, asyncio.Future):
-        return await future
-    done = loop.create_future()
-    when_done(future, name, loop, lambda _: None if done.done() else done.set_result(None))
     await done
-    return value_of(future)
+    return future.result() if hasattr(future, "result") else future.value()

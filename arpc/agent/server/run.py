@@ -9,13 +9,15 @@ from contextvars import Context
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
+import torch
+from torch._C import _len_torch_function_stack as _count_function_modes
 
 from arpc import torchstate
-from arpc.agent.scope import current_scope
 from arpc.agent.server.functions import Function
 from arpc.agent.server.inbound import Inbound
 from arpc.agent.server.producer import Producer
 from arpc.agent.server.reply_window import ResultSizes
+from arpc.agent.server.request_reader import unpack
 from arpc.agent.server.thread_replies import ThreadReplies
 from arpc.ids import WorkerInfo
 from arpc.user_errors import close_coroutine
@@ -26,15 +28,13 @@ from arpc.wire.values.content import Content
 if TYPE_CHECKING:
     from arpc.agent.server.dispatcher import Dispatcher
 
-__all__ = ["NO_CONTEXT", "Creation", "Run"]
+__all__ = ["Creation", "Run"]
 
-# In the place of a context that is not needed yet, or no more: the two refer to each other, and each call would be a
-# cycle to collect
-NO_CONTEXT: Final = Context()
 _NESTED_LIMIT: Final = 32
 # Of requests of a quick function, only those with an id that has none of these bits are measured
 _UNMEASURED: Final = 15
 _clock = time.perf_counter
+_is_grad_enabled = torch.is_grad_enabled
 
 
 class Creation(Protocol):
@@ -57,7 +57,7 @@ class Creation(Protocol):
 
 
 class Run(msgspec.Struct):
-    """One request while it is handled: an `eager_tasks.Job`, and the `scope.Scope` of the code that runs for it.
+    """One request while it is handled, and the `scope.Scope` of the code that runs for it.
 
     A Struct because it is the one object that every request needs, and this is the cheapest kind to make.
     """
@@ -70,10 +70,13 @@ class Run(msgspec.Struct):
     context: Context
     """Its own, until it ends."""
     message: Message | None = None
-    """Holds the arguments until they are unpacked."""
+    """Holds the arguments until they are unpacked, if there are any."""
     coroutine: Coroutine[Any, Any, Any] | None = None
+    """None until `first_step` has begun."""
     state: torchstate.SavedState | None = None
+    """Torch's state of a coroutine that waits, if it is not the default."""
     task: asyncio.Task[Any] | None = None
+    """The Task that carries it, once it had to wait."""
     bucket: dict[int, Run] | None = None
     """Those that expire with it, while its deadline is watched."""
     ended: bool = False
@@ -112,21 +115,16 @@ class Run(msgspec.Struct):
     """What observers know of it, an `observers.Handling`; None if there are none."""
     awaited_first: list[Awaitable[object]] | None = None
     """What it waits for before it starts, if anything: see `prerequisites`."""
-    _deadline: float | None = None
+    due: float | None = None
+    """Its `deadline`, once that is known."""
 
     @property
     def deadline(self) -> float | None:
         # Counted from when it is first asked for: most requests end before anybody does, and reading the clock is not
         # free
-        deadline = self._deadline
-        if deadline is None and self.timeout_ms:
-            deadline = self._deadline = self.host.time() + self.timeout_ms / 1000
-        return deadline
-
-    def set_deadline(self, deadline: float) -> None:
-        """Set the deadline, unless it has been asked for before."""
-        if self._deadline is None:
-            self._deadline = deadline
+        if self.due is None and self.timeout_ms:
+            self.due = self.host.time() + self.timeout_ms / 1000
+        return self.due
 
     @property
     def name(self) -> str:
@@ -152,72 +150,50 @@ class Run(msgspec.Struct):
             self.awaited_first = []
         return self.awaited_first
 
-    # -- on the loop
+    # -- its function
 
     def first_step(self) -> Any:
         """Make the coroutine of the function, and send it None."""
-        self.coroutine = coroutine = self.begin()
+        self.coroutine = coroutine = self.call()
         return coroutine.send(None)
 
-    def begin(self) -> Any:
-        """Enter the scope, unpack the arguments if that has not been done, and call the function."""
-        message = self.message
-        if message is not None:
-            self.message = None
-            current_scope.set(self)
-            if not message.body:
-                return self.function.call()
-            try:
-                self.host.unpack(self, message)
-            except BaseException:
-                self.is_refused = True
-                raise
-        args, kwargs = self.args or (), self.kwargs
+    def call(self) -> Any:
+        """Call the function, in its context."""
+        if self.message is not None:
+            unpack(self, self.message)
+        args, kwargs = self.args, self.kwargs
+        if args is None:
+            return self.function.call()
         # not kept: the code that runs may keep its scope, which is this, for as long as it likes
         self.args = self.kwargs = None
         return self.function.call(*args, **kwargs) if kwargs else self.function.call(*args)
-
-    def suspended(self) -> None:
-        self.inbound.register(self)
-
-    def finished(self, result: Any) -> None:
-        self.host.returned(self, result)
-
-    def failed(self, error: BaseException) -> None:
-        if self.returned_coroutine is not None:
-            close_coroutine(self.returned_coroutine)  # it may never have begun
-        self.host.raised(self, error)
 
     # -- in a thread
 
     def work(self) -> Callable[[], None] | ThreadReplies | None:
         """Call the function, in a thread."""
         # taken before the look: a run that ends drops them after it has said so
-        args, kwargs, context = self.args, self.kwargs, self.context
+        args, kwargs, context = self.args or (), self.kwargs, self.context
         function = self.function
         if self.ended:
             return self.leave_window if self.is_counted else None  # cancelled while it waited for a thread
-        results = function.results
-        if not self.is_counted and (results.are_large or (not results.are_known and self.host.threads.is_ahead)):
+        results, replies = function.results, self.thread_replies
+        if results.unsurprising_bytes < 0 and not self.is_counted and (results.are_large or self.host.threads.is_ahead):
             return self._postpone
         self.args = self.kwargs = None
         # Of those that are known to be quick some are measured, to see that they still are
         begin = 0.0 if function.quickness.is_quick and self.id & _UNMEASURED else _clock()
         try:
-            if kwargs:
-                result = context.run(function.call, *(args or ()), **kwargs)
-            elif args:
-                result = context.run(function.call, *args)
-            else:
-                result = context.run(function.call)
+            call = function.call
+            result = context.run(call, *args, **kwargs) if kwargs else context.run(call, *args)
         except BaseException as error:  # noqa: BLE001 - whatever it raises is the caller's
             self.error = error
-            if begin:
-                function.quickness.measured(_clock() - begin)
-            return self._worked
+            result = replies = None
+        # The blocks it was in have ended with it. Left are the two things that people switch without a block.
+        if not _is_grad_enabled() or _count_function_modes():
+            torchstate.save_and_reset()
         if begin:
             function.quickness.measured(_clock() - begin)
-        replies = self.thread_replies
         # What it called may be on its way still, and is not to be overtaken by the answer
         if replies is not None and not self.has_called and self.nested is None and replies.put(self, result):
             return replies
@@ -235,11 +211,13 @@ class Run(msgspec.Struct):
             self.leave_window()
         result, error, content = self.result, self.error, self.content
         self.result = self.error = self.content = None  # it may be kept for a while, and they may be large
-        if error is not None:
+        if self.ended:
+            close_coroutine(result)  # it was cancelled meanwhile
+        elif error is not None:
             self.host.raised(self, error)
         elif content is not None:
             self.keep(result)
-            self.host.encoded(self, content)
+            self.host.replies.returned(self, content)
         else:
             self.host.returned(self, result)
 
@@ -252,7 +230,7 @@ class Run(msgspec.Struct):
     def _postpone(self) -> None:
         """It came to a thread before it was known how large its result is likely to be."""
         if not self.ended:
-            self.host.postpone(self)
+            self.host.queue.postpone(self)
 
     def leave_window(self) -> None:
         """It has left its thread, or has no use for one."""
@@ -286,7 +264,7 @@ class Run(msgspec.Struct):
         """Stop it as soon as it can be stopped; a function in a thread runs to its end, but its result is not used."""
         if self.task is not None:
             self.task.cancel()
-        elif self.thread_replies is None or self.inbound.claim(self):
+        elif self.inbound.claim(self):
             # first, so that a thread that waits for one of them goes on
             self.cancel_nested()
             self.host.raised(self, asyncio.CancelledError())

@@ -1,13 +1,15 @@
 """Threads that run plain functions, and answer without the loop or hand results back to it in batches.
 
-What costs time is not the function but the way there and back. Five things make it short:
+What costs time is not the function but the way there and back. Six things make it short:
 
 - The loop wakes a thread by a write to a file descriptor, which releases the interpreter lock meanwhile. A thread that
   a lock or a queue wakes could do nothing but wait for the interpreter.
 - Each thread has its own descriptor, and the one that fell asleep last is woken. One for all would wake all threads.
 - A job may leave what is to be sent in an `Outbox`, which its thread sends. Then the loop is not woken at all.
-- Functions that have proved to be *quick* share one thread, which sends the answers of many of them at once. If one of
-  them is stuck after all, other threads help soon.
+- The loop lets the thread have the CPU at once if the function has proved to be *quick*. Otherwise the thread may have
+  to wait until the loop has ended its turn.
+- Quick functions share one thread, which sends the answers of many of them at once. If one of them is stuck after all,
+  other threads help soon.
 - That takes a timer, but not while a single job is under way: a timer that is about to go off costs as much as a switch
   of threads, each time the loop goes to sleep.
 """
@@ -15,18 +17,13 @@ What costs time is not the function but the way there and back. Five things make
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
-import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any, Final
-
-import torch
-from torch._C import _len_torch_function_stack as _count_function_modes
 
 from arpc import torchstate
 from arpc.log import get_logger
@@ -36,11 +33,12 @@ __all__ = ["Outbox", "ThreadPool"]
 
 logger = get_logger("arpc.threads")
 
-_is_grad_enabled = torch.is_grad_enabled
 # Longer than the system's own tick of 1 to 4 ms: a timer that is behind it costs little
 _HELP_AFTER_S: Final = 0.01
-_ONE: Final = (1).to_bytes(8, sys.byteorder)
-_UNCOUNTED: Final = 64
+_AWAY_S: Final = 0.0002
+_MOST_TURNS_KEPT: Final = 1 << 14
+_clock = time.perf_counter
+_yield_cpu: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
 
 
 class Outbox:
@@ -68,29 +66,65 @@ class Outbox:
 
 Job = Callable[[], Callable[[], None] | Outbox | None]
 """Runs in a thread. If it returns a function, that runs on the loop afterwards; if an outbox, that is sent, and the
-loop is not woken. Must not raise, nor end in the middle of a block that switches a state of torch."""
+loop is not woken. Must not raise, and must leave torch's state as it was."""
 
 
 class _WakeUp:
     """Wakes one thread, which waits for it: once for each time that the loop sends it."""
 
     def __init__(self) -> None:
+        self.send: Callable[[], object]
+        self.wait: Callable[[], object]
         if hasattr(os, "eventfd"):
-            self._read_from = self._write_to = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_CLOEXEC)
-            self.size_bytes = 8
+            descriptor = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_CLOEXEC)
+            self.descriptors: tuple[int, ...] = (descriptor,)
+            self.send = partial(os.eventfd_write, descriptor, 1)
+            self.wait = partial(os.read, descriptor, 8)  # not `eventfd_read`, which a signal ends
         else:
-            self._read_from, self._write_to = os.pipe()
-            self.size_bytes = 1
-
-    def send(self) -> None:
-        os.write(self._write_to, _ONE[: self.size_bytes])
-
-    def wait(self) -> None:
-        os.read(self._read_from, self.size_bytes)
+            self.descriptors = read_from, write_to = os.pipe()
+            self.send, self.wait = partial(os.write, write_to, b"1"), partial(os.read, read_from, 1)
 
     def close(self) -> None:
-        for descriptor in {self._read_from, self._write_to}:
+        for descriptor in self.descriptors:
             os.close(descriptor)
+
+
+class _Worker(threading.Thread):
+    """One thread of a pool, and what the loop may know of it."""
+
+    def __init__(self, work: Callable[[_Worker], None], name: str) -> None:
+        super().__init__(target=work, args=(self,), name=name, daemon=True)
+        self.wake_up = _WakeUp()
+        self.answered = 0
+        """Jobs that it has finished without the loop."""
+        self.is_slow = False
+        """It is in a job that is not known to be quick."""
+        self.clock: int | None = None
+        """Goes while it has a CPU, if the system tells."""
+
+    def start(self) -> None:
+        try:
+            super().start()
+        except RuntimeError:
+            self.wake_up.close()  # the system has no more threads
+            raise
+
+    def run(self) -> None:
+        if hasattr(time, "pthread_getcpuclockid"):
+            self.clock = time.pthread_getcpuclockid(threading.get_ident())
+        try:
+            super().run()
+        finally:
+            self.clock = None
+            self.wake_up.close()
+
+    @property
+    def cpu_s(self) -> float:
+        clock = self.clock
+        try:
+            return 0.0 if clock is None else time.clock_gettime(clock)
+        except OSError:
+            return 0.0  # it has just ended
 
 
 class ThreadPool:
@@ -102,34 +136,30 @@ class ThreadPool:
         self._name = name
         self._jobs: deque[tuple[Job, bool]] = deque()
         """What is to be done, and whether it is quick."""
-        self._threads: list[threading.Thread] = []
+        self._threads: list[_Worker] = []
         self._sleepers: list[_WakeUp] = []
         """Of the threads that sleep. The last to fall asleep, whose memory is warm, is the first to be woken."""
-        self._slow: list[None] = []
-        """One for each thread that is in a job which is not known to be quick."""
         self._submitted = 0
-        self._finished = 0
-        self._woken_for = 0
-        """How many had been submitted when a thread was last woken for them."""
+        self._collected = 0
+        """Jobs that have ended on the loop."""
         self._wanted = 0
-        """Threads that these want for themselves."""
+        """Threads that the jobs of this turn want for themselves."""
         self._will_wake = False
         self._is_stuck = False
         """A job that was said to be quick is not, and may still run."""
         self._helper: asyncio.TimerHandle | None = None
-        self._oldest: tuple[Job, bool] | None = None
-        """The job that must be gone when the helper looks, or else it has to help."""
+        self._expected = 0
+        """How many jobs had threads when the helper was called: if no more have been taken since, it helps."""
         self._tasks_are_isolated = torchstate.isolates_all_tasks(loop)
         self._done: deque[Callable[[], None] | None] = deque()
         self._wake_up_sent = False
-        self._answered: deque[int] = deque()
-        """How many jobs threads have finished without the loop, which counts them when it needs to know."""
-        self._jobs_answered = 0
+        self._turns_kept = self._turns_to_keep = 0
+        """How often the loop does not give way to a thread, in the present and from the next time on."""
         self._unsent: deque[Outbox] = deque()
         """What threads may still have to send while they are in another job."""
-        self._clocks: list[int] = []
-        """Those that go while a thread has a CPU."""
         self._closed = False
+
+    # -- on the loop
 
     def submit(self, job: Job, is_quick: bool = False, is_alone: bool = False) -> None:
         """Run a job in a thread, from the end of this turn of the loop on. Called on the loop.
@@ -139,71 +169,74 @@ class ThreadPool:
         """
         self._jobs.append((job, is_quick))
         self._submitted += 1
-        if not self._will_wake and self._begin(is_alone):
-            return
-        if not is_quick:
-            self._wanted += 1
-
-    def _begin(self, is_alone: bool) -> bool:
-        """Have the first job of a turn taken; True if that has been seen to, False if it is done by `_wake_threads`."""
-        if self._closed:
-            # What ends late may have something to clear away still, when the others have gone. The thread ends when it
-            # finds no other job.
-            self._launch("late")
-            return True
-        if is_alone and self._sleepers and len(self._sleepers) == len(self._threads):
+        sleepers = self._sleepers
+        if is_alone and sleepers and len(sleepers) == len(self._threads):
             # A thread that is woken here often runs before this one goes on. What it has finished by then needs no
             # wake-up.
             self._wake_up_sent = True
-            self._woken_for = self._submitted
             self._wake()
+            if is_quick:
+                self._give_way()
             self._wake_up_sent = False
             if self._done:
                 self._loop.call_soon(self._collect)
-            if len(self._answered) > _UNCOUNTED:
-                self._count_answered()
-            return True
-        # With the last read of this turn done, the loop has nothing better to do than to let a thread run
-        self._will_wake = True
-        self._woken_for = self._submitted - 1
-        self._loop.call_soon(self._wake_threads)
-        return False
+            return
+        if not is_quick:
+            self._wanted += 1
+        if self._closed:
+            # What ends late may have something to clear away still, when the others have gone. The thread ends when it
+            # finds no other job.
+            self._launch()
+        elif not self._will_wake:
+            # With the last read of this turn done, the loop has nothing better to do than to let a thread run
+            self._will_wake = True
+            self._loop.call_soon(self._wake_threads)
+
+    def _give_way(self) -> None:
+        """Let the thread that was woken have the CPU, while nobody else wants that.
+
+        It comes back after a quick job. If it takes longer, another program has taken it: then this is tried again much
+        later, each time in which that happens.
+        """
+        if self._turns_kept:
+            self._turns_kept -= 1
+            return
+        begun = _clock()
+        _yield_cpu()
+        if _clock() - begun > _AWAY_S:
+            self._turns_to_keep = min(_MOST_TURNS_KEPT, 4 * self._turns_to_keep + 64)
+        else:
+            self._turns_to_keep = 7 * self._turns_to_keep // 8
+        self._turns_kept = self._turns_to_keep
 
     def _wake_threads(self) -> None:
         """Wake, or start, threads for the jobs of this turn."""
         self._will_wake = False
         if self._closed:
             return  # `close` has woken all
-        self._count_answered()
-        jobs, sleepers = len(self._jobs), self._sleepers
-        awake = len(self._threads) - len(sleepers)
+        jobs = len(self._jobs)
+        taken = self._submitted - jobs
+        awake = len(self._threads) - len(self._sleepers)
         # What was taken and is not finished may keep a thread busy each; those that are awake and not busy are about
-        # to look for a job
+        # to take the first jobs of the queue
         busy = max(0, min(self._unfinished - jobs, awake))
-        new = self._submitted - self._woken_for
-        takers = max(0, awake - busy - max(0, jobs - new))
-        wanted = min(self._wanted, self.size)
-        self._woken_for = self._submitted
-        self._wanted = 0
+        takers = awake - busy
+        wanted, self._wanted = self._wanted, 0
         if not busy:
             self._is_stuck = False
-        if not wanted and (self._is_stuck or awake <= len(self._slow)):
+        if not wanted and (self._is_stuck or awake <= self._slow_threads):
             wanted = 1  # otherwise a thread is at other quick jobs and takes these soon
-        if jobs > max(takers, wanted) and busy < self.size and self._helper is None:
+        wanted = max(0, min(wanted, jobs - takers, self.size - awake))
+        if jobs > takers + wanted and busy < self.size and self._helper is None:
             # The threads that are to take them may get stuck. With all threads at work none could help: each takes
             # the next job before it sleeps.
-            self._look_later(max(takers, wanted))
-        self._wake_up_sent = True  # as above
+            self._look_later(taken + takers + wanted)
+        self._wake_up_sent = True  # as in `submit`
         try:
-            while takers < wanted and self._jobs:
-                if self._wake():
-                    pass
-                elif len(self._threads) < self.size:
-                    # if the system has no more, the pool must not count on this one
-                    self._threads.append(self._launch(str(len(self._threads))))
-                else:
-                    break
-                takers += 1
+            while wanted and self._jobs:
+                wanted -= 1
+                if not self._wake() and len(self._threads) < self.size:
+                    self._launch()
         finally:
             self._collect()
 
@@ -216,32 +249,30 @@ class ThreadPool:
         wake_up.send()
         return True
 
-    def _look_later(self, place: int = 0) -> None:
-        """See in a while whether the job at that place of the queue is still there."""
-        try:
-            self._oldest = self._jobs[place]
-        except IndexError:
-            self._oldest = None
+    def _launch(self) -> None:
+        thread = _Worker(self._work, f"arpc-{self._name}-{len(self._threads)}")
+        thread.start()
+        self._threads.append(thread)  # after that: if the system has no more, the pool must not count on this one
+
+    def _look_later(self, expected: int) -> None:
+        """See in a while whether more jobs have been taken than are expected in any case."""
+        self._expected = expected
         self._helper = self._loop.call_later(_HELP_AFTER_S, self._help)
 
     def _help(self) -> None:
         """Jobs, and answers to others, may have been waiting for a while."""
         # First this: from now on no thread counts on it
         self._helper = None
-        oldest, self._oldest = self._oldest, None
         self._send_unsent()
         if not self._jobs or self._closed:
             return
-        try:
-            is_stuck = self._jobs[0] is oldest
-        except IndexError:
-            return  # a thread has just taken the last one
-        if is_stuck:
+        taken = self._submitted - len(self._jobs)
+        if taken == self._expected:
             self._is_stuck = True
             self._wanted += len(self._jobs)
             self._wake_threads()
         else:
-            self._look_later()
+            self._look_later(taken)
 
     def _send_unsent(self) -> None:
         while self._unsent:
@@ -249,27 +280,54 @@ class ThreadPool:
             outbox.is_watched = False
             outbox.send_on_loop()
 
-    def _count_answered(self) -> None:
-        answered = self._answered
-        count = 0
-        while answered:
-            count += answered.popleft()
-        self._finished += count
-        self._jobs_answered += count
+    def _collect(self) -> None:
+        """Do the rest of the jobs that threads have done."""
+        if not self._tasks_are_isolated and not torchstate.is_pristine():
+            # the loop is between two steps of a task that has switched something off for itself
+            torchstate.run_with(torchstate.DEFAULTS, self._collect)
+            return
+        self._wake_up_sent = False
+        done = self._done
+        while done:
+            then = done.popleft()
+            self._collected += 1
+            if then is not None:
+                then()
 
-    @property
-    def _unfinished(self) -> int:
-        return self._submitted - self._finished
+    def close(self) -> None:
+        """End the threads as they become free. One that is stuck in user code is left behind: it is a daemon.
+
+        What is submitted before that, or even later by a handler that could not be stopped, is still run.
+        """
+        if self._closed:
+            return
+        if self._jobs:
+            self._wake_threads()  # so that there are threads to do them
+        self._closed = True
+        if self._helper is not None:
+            self._helper.cancel()
+            self._helper = None
+        self._send_unsent()
+        while self._wake():
+            pass
+
+    # -- what is known of it
 
     @property
     def jobs_answered(self) -> int:
         """Jobs that threads finished without the loop."""
-        self._count_answered()
-        return self._jobs_answered
+        return sum([thread.answered for thread in self._threads])
+
+    @property
+    def _unfinished(self) -> int:
+        return self._submitted - self._collected - self.jobs_answered
+
+    @property
+    def _slow_threads(self) -> int:
+        return sum([thread.is_slow for thread in self._threads])
 
     @property
     def idle_threads(self) -> int:
-        self._count_answered()
         return max(0, self.size - self._unfinished)
 
     @property
@@ -285,34 +343,14 @@ class ThreadPool:
     @property
     def is_in_slow_job(self) -> bool:
         """A thread is in a job that is not known to be quick."""
-        return bool(self._slow)
+        return bool(self._slow_threads)
 
     @property
     def cpu_s(self) -> float:
         """The time of a CPU that the threads have had; 0.0 where the system does not tell."""
-        return sum([_read_clock(clock) for clock in self._clocks])
-
-    def close(self) -> None:
-        """End the threads as they become free. One that is stuck in user code is left behind: it is a daemon.
-
-        What is submitted before that, or even later by a handler that could not be stopped, is still run.
-        """
-        if self._closed:
-            return
-        if self._jobs:
-            self._wake_threads()  # so that there are threads to do them
-        self._closed = True
-        self._will_wake = False  # or what comes in this turn still would wait for that, and for nobody after it
-        if self._helper is not None:
-            self._helper.cancel()
-            self._helper = None
-        self._send_unsent()
-        with contextlib.suppress(IndexError):
-            while True:
-                self._sleepers.pop().send()
+        return sum([thread.cpu_s for thread in self._threads])
 
     def statistics(self) -> dict[str, int]:
-        self._count_answered()
         return {
             "threads": len(self._threads),
             "threads_max": self.size,
@@ -320,85 +358,55 @@ class ThreadPool:
             "jobs_queued": len(self._jobs),
         }
 
-    def _launch(self, name: str) -> threading.Thread:
-        wake_up = _WakeUp()
-        thread = threading.Thread(target=self._live, args=(wake_up,), name=f"arpc-{self._name}-{name}", daemon=True)
-        try:
-            thread.start()
-        except RuntimeError:
-            wake_up.close()  # the system has no more threads
-            raise
-        return thread
+    # -- in a thread
 
-    def _live(self, wake_up: _WakeUp) -> None:
+    def _work(self, thread: _Worker) -> None:
         """The whole life of a thread."""
-        if not hasattr(time, "pthread_getcpuclockid"):
-            self._work(wake_up)
-            return
-        clock = time.pthread_getcpuclockid(threading.get_ident())
-        self._clocks.append(clock)
-        try:
-            self._work(wake_up)
-        finally:
-            self._clocks.remove(clock)
-
-    def _work(self, wake_up: _WakeUp) -> None:
         outbox: Outbox | None = None
-        answered = 0
+        unsent = 0
         next_job = self._jobs.popleft
         while True:
             try:
                 job, is_quick = next_job()
             except IndexError:
                 if outbox is not None:
-                    # First this: when the next job comes, which may be as soon as the answer is out, the loop shall
-                    # know that a thread is free
-                    self._answered.append(answered)
                     outbox.send()
                     outbox = None
-                    answered = 0
                 elif self._closed:
-                    break
+                    return
                 else:
-                    self._sleep(wake_up)
+                    self._sleep(thread.wake_up)
                 continue
             if outbox is not None and not (
                 is_quick
-                and answered < outbox.answers_a_write
+                and unsent < outbox.answers_a_write
                 and (outbox.is_watched or self._watch(outbox))
                 and self._helper is not None  # otherwise the loop does not look after what is unsent
             ):
-                self._answered.append(answered)
                 outbox.send()
                 outbox = None
-                answered = 0
-            if not is_quick:
-                self._slow.append(None)
+            thread.is_slow = not is_quick
             try:
                 result = job()
             except BaseException:
                 # Jobs report their own errors; whatever arrives here is a bug, and must not cost the pool a thread
                 logger.exception("an internal error in a worker thread")
                 result = None
+            thread.is_slow = False
             del job
-            # The blocks it was in have ended with it. Left are the two things that people switch without a block.
-            if not _is_grad_enabled() or _count_function_modes():
-                torchstate.save_and_reset()
-            if not is_quick:
-                self._slow.pop()
-            if result is not None and result is outbox:
-                answered += 1
-            elif isinstance(result, Outbox):
-                if outbox is not None:
-                    self._answered.append(answered)
-                    outbox.send()
-                    answered = 0
-                outbox = result
-                answered += 1
+            if isinstance(result, Outbox):
+                if result is not outbox:
+                    if outbox is not None:
+                        outbox.send()
+                    outbox = result
+                    unsent = 0
+                unsent += 1
+                # Before it is sent: when the next job comes, which may be as soon as the answer is out, the loop shall
+                # know that a thread is free
+                thread.answered += 1
             elif not self._tell(result):
-                break
+                return
             del result  # what it refers to is not to stay while this thread sleeps
-        wake_up.close()
 
     def _sleep(self, wake_up: _WakeUp) -> None:
         """Wait until there is a job, in a thread that found none."""
@@ -432,18 +440,7 @@ class ThreadPool:
                 return False
         return True
 
-    def _collect(self) -> None:
-        if not self._tasks_are_isolated and not torchstate.is_pristine():
-            # the loop is between two steps of a task that has switched something off for itself
-            torchstate.run_with(torchstate.DEFAULTS, self._collect)
-            return
-        self._wake_up_sent = False
-        done = self._done
-        while done:
-            then = done.popleft()
-            self._finished += 1
-            if then is not None:
-                then()
+    # -- for coroutines
 
     def call(self, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         """A future for ``function(*args)`` run in a thread, as a step of the work that calls it."""
@@ -453,13 +450,6 @@ class ThreadPool:
         # Few of these come in the same turn. The first then begins at once, which saves a turn of the loop
         self.submit(call.work, is_alone=True)
         return call.future
-
-
-def _read_clock(clock: int) -> float:
-    try:
-        return time.clock_gettime(clock)
-    except OSError:
-        return 0.0  # its thread has just ended
 
 
 class _Call:

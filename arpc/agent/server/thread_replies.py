@@ -8,7 +8,7 @@ does not take it now or the thread is stuck in its next function.
 With all answers in one write, caller and callee would wait for each other, and one of two CPUs would always be idle. So
 if the caller has another CPU, half of the answers go ahead. On one CPU, fewer writes are better.
 
-To send an answer, a thread first takes its request out of the connection's table (`Inbound.claim`), which is atomic. A
+A thread that has an answer takes its request out of the connection's table (`Inbound.claim`), which is atomic. A
 cancellation, a deadline and the end of a connection do the same, so each request ends once.
 """
 
@@ -20,9 +20,6 @@ from contextlib import suppress
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, Final
 
-import torch
-from torch._C import _len_torch_function_stack as _count_function_modes
-
 from arpc.agent.server.thread_pool import Outbox
 from arpc.errors import ConnectionClosedError
 from arpc.transport.write_lock import WriteLock
@@ -33,18 +30,17 @@ from arpc.wire.values.content import Content
 if TYPE_CHECKING:
     from arpc.agent.server.inbound import Inbound
 
-__all__ = ["ThreadReplies"]
+__all__ = ["NO_CONTEXT", "ThreadReplies"]
 
 _WRITE_BYTES: Final = 1 << 16
 _FEWEST_A_WRITE: Final = 8
 _MOST_A_WRITE: Final = 32
 _WRITES_A_LOOK: Final = 32
 """Between two looks whether the peer is on the same CPU: processes are moved seldom."""
-_is_grad_enabled = torch.is_grad_enabled
 _REPLY: Final = int(MessageType.REPLY)
 _NOTHING: Final = Content(b"")
-# A request that has ended must not keep its context: the two refer to each other
-_NO_CONTEXT: Final = Context()
+NO_CONTEXT: Final = Context()
+"""In the place of a context that is not needed any more: it and its request refer to each other."""
 
 
 class ThreadReplies(Outbox):
@@ -57,24 +53,24 @@ class ThreadReplies(Outbox):
         "_is_peer_elsewhere",
         "_most_running",
         "_readmit",
-        "_turn",
         "_until_look",
+        "_write_lock",
     )
 
     def __init__(
         self,
         inbound: Inbound,
-        turn: WriteLock,
+        write_lock: WriteLock,
         encode: Callable[[Any, Any], Content],
         readmit: Callable[[Any], None],
     ) -> None:
         """``encode`` makes the content of the reply to a request with a result, in any thread."""
         super().__init__()
-        # Requests, and the frames that answer them
-        self._answers: deque[tuple[Any, bytes]] = deque()
+        self._answers: deque[bytes] = deque()
+        """Frames that have not been sent."""
         self._encode = encode
         self._inbound = inbound
-        self._turn = turn
+        self._write_lock = write_lock
         self._readmit = readmit
         self._is_peer_elsewhere = False
         self._until_look = 0
@@ -85,47 +81,65 @@ class ThreadReplies(Outbox):
 
         What the loop needs not do again is noted in the request: its ``content``, or its ``error``.
         """
-        if run.ended:
-            return False  # it was cancelled meanwhile
-        if not _is_grad_enabled() or _count_function_modes():
-            return False  # the function has left something switched, that could change how a tensor looks
-        if is_coroutine(result):
+        if run.ended or (result is not None and is_coroutine(result)):
             return False
         creation = run.creation
         try:
-            content = self._encode(run, result if creation is None else creation.answer(run, result))
+            answer = result if creation is None else creation.answer(run, result)
+            content = _NOTHING if answer is None else self._encode(run, answer)
         except BaseException as error:  # noqa: BLE001 - pickling runs user code; whatever it raises is the caller's
             if creation is None:
                 run.error = error
             else:
                 run.content = _NOTHING  # the caller asks for the value, and that call says why it cannot be sent
             return False
-        connection = self._inbound.connection
-        data = connection.frame_in_thread(_REPLY, run.id, content.pickle, content.tensors)
+        inbound = self._inbound
+        data = inbound.connection.frame_in_thread(_REPLY, run.id, content.pickle, content.tensors)
         if data is None or len(data) > _WRITE_BYTES:
             run.content = content
             return False
-        run.context = _NO_CONTEXT
+        if not inbound.claim(run):
+            return False  # it was cancelled meanwhile
+        run.context = NO_CONTEXT
         if creation is not None:
             creation.answered(run, result)
-        self._answers.append((run, data))
+        elif run.function.results.unsurprising_bytes < 0:
+            run.function.results.saw(len(data))
+        self._answers.append(data)
         return True
 
     def send(self) -> None:
         """Send all there is, in any thread but the loop's."""
-        if len(self._answers) > 1:
+        answers = self._answers
+        if len(answers) > 1:
             self._find_portion()
-        while self._answers:
-            if not self._turn.send(self._take):
+        while answers:
+            try:
+                frames = [answers.popleft()]
+            except IndexError:
+                break  # another thread sends it
+            if answers:
+                self._join(frames)
+            if not self._write_lock.send(frames):
+                answers.extendleft(reversed(frames))
                 self._leave_to_loop()
                 return
         # Looked at after requests have been taken out: if it is false now, the code that makes it true sees the room
         if self._inbound.is_full:
             self._leave_to_loop()
 
+    def _join(self, frames: list[bytes]) -> None:
+        """Add the next answers, as many as go with the first."""
+        left_bytes = _WRITE_BYTES - len(frames[0])
+        with suppress(IndexError):
+            while left_bytes > 0:
+                data = self._answers.popleft()
+                frames.append(data)
+                left_bytes -= len(data)
+
     def _find_portion(self) -> None:
         """Find how many answers go at once: half of what the caller seems to have under way, if it is elsewhere."""
-        running = len(self._inbound.running)
+        running = len(self._inbound.running) + len(self._answers)
         # Threads may get in each other's way here; then it is looked a bit earlier or later
         if self._until_look:
             self._until_look -= 1
@@ -144,16 +158,11 @@ class ThreadReplies(Outbox):
 
     def send_on_loop(self) -> None:
         """Send all there is, on the loop."""
-        inbound = self._inbound
-        while self._answers:
-            with self._turn.lock:
-                frames = self._take()
-            with suppress(ConnectionClosedError):  # then the caller knows
-                for data in frames:
+        inbound, answers = self._inbound, self._answers
+        with suppress(IndexError):
+            while True:
+                data = answers.popleft()
+                with suppress(ConnectionClosedError):  # then the caller knows
                     inbound.connection.send(data)
         if inbound.is_full:
             self._readmit(inbound)
-
-    def _take(self) -> list[bytes]:
-        """The next answers, which are sent from now on. The caller holds the write lock."""
-        return self._inbound.claim_answers(self._answers, _WRITE_BYTES)

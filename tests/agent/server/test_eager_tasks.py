@@ -13,7 +13,7 @@ import torch
 
 import arpc
 from arpc import torchstate
-from arpc.agent.server.eager_tasks import EagerTasks, Job
+from arpc.agent.server.eager_tasks import EagerTasks
 from tests.agent.leftovers import until, warm_up
 from tests.agent.stage import echo, echo_later, the_stage, wait_if
 
@@ -286,8 +286,8 @@ async def ask_a_task() -> tuple[str, str]:
 # -- EagerTasks alone
 
 
-class Recorded(Job):
-    """A job that remembers how it ended."""
+class Recorded:
+    """A request that remembers how it ended; it is its own dispatcher."""
 
     def __init__(self, function: Any, *args: Any) -> None:
         self.context: Context = copy_context()
@@ -296,6 +296,8 @@ class Recorded(Job):
         self.task = None
         self.ended: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self.suspensions = 0
+        self.host: Any = self
+        self.inbound: Any = self
         self._function = function
         self._args = args
 
@@ -303,14 +305,14 @@ class Recorded(Job):
         self.coroutine = self._function(*self._args)
         return self.coroutine.send(None)
 
-    def suspended(self) -> None:
+    def register(self, _: Any) -> None:
         self.suspensions += 1
 
-    def finished(self, result: Any) -> None:
+    def returned(self, _: Any, result: Any) -> None:
         assert torchstate.is_pristine()
         self.ended.set_result(result)
 
-    def failed(self, error: BaseException) -> None:
+    def raised(self, _: Any, error: BaseException) -> None:
         assert torchstate.is_pristine()
         self.ended.set_exception(LookupError(repr(error)))
 
@@ -323,7 +325,7 @@ async def tasks() -> AsyncIterator[EagerTasks]:
     assert not tasks._tasks
 
 
-async def start(tasks: EagerTasks, job: Job) -> None:
+async def start(tasks: EagerTasks, job: Any) -> None:
     """Outside of any task, as messages do."""
     done = asyncio.Event()
 
@@ -420,7 +422,7 @@ def test_a_loop_that_is_dropped_ends_coroutines_in_their_own_context():
                 log.append((variable.get(), torch.is_grad_enabled()))
 
     class Forgotten(Recorded):
-        def failed(self, error: BaseException) -> None:
+        def raised(self, _: Any, error: BaseException) -> None:
             log.append(type(error).__name__)
 
     async def main(tasks: EagerTasks) -> None:

@@ -18,7 +18,8 @@ from arpc.agent.hooks.observers import Observers
 from arpc.agent.server.functions import Function
 from arpc.agent.server.inbound import Inbound
 from arpc.agent.server.replies import Replies
-from arpc.agent.server.run import NO_CONTEXT, Run
+from arpc.agent.server.run import Run
+from arpc.agent.server.thread_replies import NO_CONTEXT
 from arpc.errors import ConnectionClosedError, OverloadedError, ProtocolError
 from arpc.ids import WorkerInfo
 from arpc.wire.frames import HEADER
@@ -124,8 +125,7 @@ async def test_none_takes_no_pickle(desk):
 
 async def test_content_that_is_encoded_is_sent_as_it_is(desk):
     desk.replies.returned(desk.run(), Content(b"encoded"))
-    desk.replies.encoded(desk.run(8), Content(b"by a thread"))
-    assert [pickle for *_, pickle in desk.connection.sent] == [b"encoded", b"by a thread"]
+    assert [pickle for *_, pickle in desk.connection.sent] == [b"encoded"]
 
 
 async def test_a_result_that_cannot_be_pickled_is_a_failure(desk):
@@ -215,7 +215,7 @@ async def test_other_ends_leave_the_calls_it_made_alone(desk):
 
 ENDS: dict[str, Callable[[Replies, Run], None]] = {
     "returned": lambda replies, run: replies.returned(run, 1),
-    "encoded": lambda replies, run: replies.encoded(run, Content(b"")),
+    "encoded": lambda replies, run: replies.returned(run, Content(b"")),
     "stream ended": lambda replies, run: replies.stream_ended(run),
     "raised": lambda replies, run: replies.raised(run, ValueError("on purpose")),
     "cancelled": lambda replies, run: replies.raised(run, asyncio.CancelledError()),
@@ -246,14 +246,6 @@ async def test_an_answer_that_finds_no_connection_is_the_end_too(desk):
     desk.replies.fail(desk.inbound, 99, FailureKind.OVERLOADED, OverloadedError("too many"))
     assert not desk.inbound.running
     assert desk.replies.calls_ended == len(ENDS)
-
-
-async def test_answers_of_threads_that_came_too_late_are_counted_once(desk):
-    desk.replies.raised(desk.run(), asyncio.CancelledError())
-    desk.replies.answer_withdrawn()  # by the thread, which counts it as its own
-    desk.replies.count_withdrawn()
-    desk.replies.count_withdrawn()
-    assert desk.replies.calls_ended == 0
 
 
 # -- those who hear of it

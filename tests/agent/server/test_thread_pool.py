@@ -15,8 +15,9 @@ import torch
 
 import arpc
 from arpc.agent.server.functions import Function
-from arpc.agent.server.run import NO_CONTEXT, Run
+from arpc.agent.server.run import Run
 from arpc.agent.server.thread_pool import Outbox, ThreadPool, _WakeUp
+from arpc.agent.server.thread_replies import NO_CONTEXT
 from arpc.testing import cluster
 from tests.agent.leftovers import assert_nothing_left, until
 from tests.agent.stage import call_on, call_on_in_thread, echo, echo_in_thread, hold_in_thread
@@ -511,6 +512,29 @@ async def test_one_that_is_alone_begins_at_once(pool):
     await until(lambda: pool.statistics()["jobs_unfinished"] == 0)
 
 
+async def test_the_loop_gives_way_to_a_quick_job_unless_others_take_the_cpu(pool, monkeypatch):
+    now, away_s, yields = 0.0, 0.0, 0
+
+    def give_way() -> None:
+        nonlocal now, yields
+        now += away_s
+        yields += 1
+
+    monkeypatch.setattr("arpc.agent.server.thread_pool._yield_cpu", give_way)
+    monkeypatch.setattr("arpc.agent.server.thread_pool._clock", lambda: now)
+    for _ in range(10):
+        pool._give_way()
+    assert yields == 10
+    away_s = 1.0
+    for _ in range(100_000):
+        pool._give_way()
+    assert yields < 30, "it goes on to lose the CPU"
+    away_s, yields = 0.0, 0
+    for _ in range(500_000):
+        pool._give_way()
+    assert yields > 100_000, "it does not find out that nobody wants the CPU any more"
+
+
 async def test_what_is_answered_late_is_sent_too():
     pool = ThreadPool(asyncio.get_running_loop(), 1, "test")
     box = Letters()
@@ -539,7 +563,7 @@ def test_a_wake_up_wakes_once_for_each_time_it_is_sent(monkeypatch, has_eventfd)
     wake_up.send()
     waiting.join(10)
     assert heard == [0, 1, 2]
-    numbers = {wake_up._read_from, wake_up._write_to}
+    numbers = wake_up.descriptors
     wake_up.close()
     for number in numbers:
         with pytest.raises(OSError, match="descriptor"):

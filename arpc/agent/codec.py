@@ -49,6 +49,11 @@ class Codec:
         self.pickler = Pickler(reducers, families, policy.pickler)
         self.interceptors = tuple(interceptors)
         self._by_key = {interceptor.key: interceptor for interceptor in interceptors}
+        self._keys_in_threads = {
+            interceptor.key
+            for interceptor in interceptors
+            if type(interceptor).reply_sent_in_thread is not Interceptor.reply_sent_in_thread
+        }
         self.max_pickle_bytes = max_body_bytes * 7 // 8
         """The largest pickle that is sent. Room is left for metadata and for what describes tensors."""
         self._max_body_bytes = max_body_bytes
@@ -126,6 +131,16 @@ class Codec:
             if added is not None:
                 reply[key] = added
         return reply
+
+    def replies_in_thread(self, meta: Metadata | None) -> bool:
+        """Whether a reply to a request with this metadata may be encoded, and sent, by a thread."""
+        return not meta or (len(meta) == 1 and not self._keys_in_threads.isdisjoint(meta))
+
+    def reply_sent_in_thread(self, peer: WorkerInfo, meta: Metadata, slots: list[Slot]) -> Metadata | None:
+        """What is sent with the reply of a thread; None if that takes the loop. See `replies_in_thread`."""
+        ((key, value),) = meta.items()
+        added = self._by_key[key].reply_sent_in_thread(peer, value, slots)
+        return None if added is None else {key: added}
 
     def reply_received(self, peer: WorkerInfo, meta: Metadata, slots: list[Any]) -> None:
         for key, value in meta.items():

@@ -241,10 +241,11 @@ class Container:
         """
         me = self.worker_id
         if (
-            context.sends
+            # first: a thread that ends a handler adds to the sends before it counts the answer
+            context.handlers_begun != context.handlers_answered
+            or context.sends
             or context.gradients
             or context.calls_made != context.calls_answered
-            or context.handlers_begun != context.handlers_answered
             or context.aborted_passes
             or not context.known_workers.keys() <= {me, told}
             or context.id >> LOCAL_BITS == me
@@ -261,10 +262,10 @@ class Container:
         """
         if (
             not self.leaves_unused
+            or context.handlers_begun != context.handlers_answered  # before the sends, as above
             or context.sends
             or context.recvs
             or context.calls_made
-            or context.handlers_begun != context.handlers_answered
             or len(context.known_workers) > 1
             or context.last_pass != -1
             or context.active_pass is not None

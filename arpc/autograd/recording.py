@@ -110,6 +110,11 @@ class Recorder(Interceptor):
         has_left = not context.recvs and self._container.try_to_leave_unused(context, peer.id)
         return _pack_ids(context_id, 0, context.handlers_begun if has_left else 0)
 
+    def reply_sent_in_thread(self, peer: WorkerInfo, meta: bytes, slots: list[Slot]) -> bytes | None:
+        # Without tensors that require grad this worker may leave the context, which belongs to the loop
+        context = self._contexts.get(_checked(meta)[0])
+        return self._record_send(context, peer.id, slots, answered=1) if context is not None and slots else None
+
     def reply_received(self, peer: WorkerInfo, meta: bytes, slots: list[Any]) -> None:
         context_id, message_id, stamp = _checked(meta)
         context = self._contexts.get(context_id)

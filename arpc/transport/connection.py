@@ -34,7 +34,7 @@ from arpc.wire.handshake import Identity
 from arpc.wire.messages import Message, MessageType
 from arpc.wire.protocol import MAX_SCHEMA_BYTES, MAX_SCHEMAS, Protocol, State
 from arpc.wire.values.content import Content
-from arpc.wire.values.schemas import PackedTensors, Schema
+from arpc.wire.values.schemas import Schema
 
 if TYPE_CHECKING:
     from arpc.transport.shm import Channel
@@ -225,19 +225,20 @@ class Connection(ABC):
         self.send(data)
         return None
 
-    def frame_in_thread(self, type_: int, id_: int, pickle: bytes, tensors: PackedTensors | None) -> bytes | None:
-        """The frame of a message without metadata, for a thread to send; None if it takes the loop to send it."""
+    def frame_in_thread(self, type_: int, id_: int, content: Content) -> bytes | None:
+        """The frame of a message, for a thread to send; None if it takes the loop to send it."""
+        pickle, meta, tensors = content.pickle, content.meta, content.tensors
         if tensors is None:
-            return pack_header(len(pickle), type_, 0, 0, id_, 0, 0, 0, 0) + pickle
+            return pack_header(len(meta) + len(pickle), type_, 0, 0, id_, 0, 0, len(meta), 0) + meta + pickle
         if tensors.buffers:
             return None
         schema = tensors.schema
         number = self._schemas.get(schema)
         if number is not None:
-            return frame(type_, 0, id_, 0, 0, pickle, b"", number, tensors.parts)
+            return frame(type_, 0, id_, 0, 0, pickle, meta, number, tensors.parts)
         if self._is_worth_announcing(schema):
             return None  # the loop announces it
-        return frame(type_, 0, id_, 0, 0, pickle, b"", schema.table, tensors.parts)
+        return frame(type_, 0, id_, 0, 0, pickle, meta, schema.table, tensors.parts)
 
     def _number(self, schema: Schema) -> int:
         """The number of a schema, which is announced if it is used again and again."""

@@ -33,5 +33,12 @@ class Interceptor:
     def reply_sent(self, peer: WorkerInfo, meta: bytes, slots: list[Slot]) -> bytes | None:
         """In the handler's context; ``meta`` is what came with the request."""
 
+    def reply_sent_in_thread(self, peer: WorkerInfo, meta: bytes, slots: list[Slot]) -> bytes | None:
+        """What `reply_sent` returns, asked in the thread in which a plain function has ended.
+
+        None if that takes the loop: then `reply_sent` is asked there. An interceptor that defines this saves the reply
+        the way through the loop.
+        """
+
     def reply_received(self, peer: WorkerInfo, meta: bytes, slots: list[Any]) -> None:
         """At the caller, before the result is built. Not in the caller's context."""

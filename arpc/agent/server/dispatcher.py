@@ -272,8 +272,12 @@ class Dispatcher:
         if function.results.are_large:
             self.queue.postpone(run)
             return
-        if function.is_plain and not self.is_watched and run.handling is None and not run.meta and not run.is_stream:
-            # no meter, observer or interceptor has to hear of its end
+        if (
+            function.is_plain
+            and not (self.is_watched or run.is_stream)  # no meter or observer has to hear of its end
+            and run.handling is None
+            and (not run.meta or (run.creation is None and self.codec.replies_in_thread(run.meta)))
+        ):
             run.thread_replies = inbound.thread_replies or self._share_writing(inbound)
         self.threads.submit(run.work, function.quickness.is_quick, not inbound.connection.is_reading)
 
@@ -281,7 +285,7 @@ class Dispatcher:
         """Where threads put the answers to a connection's requests; None if it can be written by the loop alone."""
         write_lock = inbound.connection.share_writing()
         if write_lock is not None:
-            inbound.thread_replies = ThreadReplies(inbound, write_lock, self.replies.encode, self.readmit)
+            inbound.thread_replies = ThreadReplies(inbound, write_lock, self.replies.encode_in_thread, self.readmit)
         return inbound.thread_replies
 
     def returned(self, run: Run, result: Any) -> None:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final, Protocol
+from typing import Any, Final, Protocol, TypeAlias
 
 from arpc.agent.codec import Codec
 from arpc.agent.hooks.observers import Observers
@@ -16,12 +16,14 @@ from arpc.agent.server.remote_exceptions import describe_failure
 from arpc.agent.server.run import Run
 from arpc.agent.server.thread_replies import NO_CONTEXT
 from arpc.errors import ConnectionClosedError, ProtocolError, SerializationError
+from arpc.ids import WorkerInfo
 from arpc.log import get_logger
 from arpc.user_errors import is_a, summary_of, text_of, type_name_of
 from arpc.wire.frames import frame
 from arpc.wire.messages import FailureKind, ItemFlag, MessageType
-from arpc.wire.metadata import encode_metadata
+from arpc.wire.metadata import Metadata, encode_metadata
 from arpc.wire.values.content import Content
+from arpc.wire.values.packing import Slot
 
 __all__ = ["HandlerMeter", "Replies"]
 
@@ -33,6 +35,13 @@ _FAILURE: Final = int(MessageType.FAILURE)
 _PLACE_MASK: Final = (1 << 32) - 1
 _NOTHING: Final = Content(b"")
 _now_ns = time.perf_counter_ns
+
+
+_Intercept: TypeAlias = "Callable[[WorkerInfo, Metadata, list[Slot]], Metadata | None]"
+
+
+class _TakesLoopError(Exception):
+    """An interceptor has something to do that belongs to the loop."""
 
 
 class HandlerMeter(Protocol):
@@ -72,9 +81,9 @@ class Replies:
             if type(result) is Content:
                 content = result  # a handler of the runtime has encoded it
             elif run.meta:
-                content = run.context.run(self.encode, run, result, with_metadata=True)
+                content = run.context.run(self._encode, run, result, self._codec.reply_sent)
             else:
-                content = _NOTHING if result is None else self.encode(run, result)
+                content = _NOTHING if result is None else self._encode(run, result)
         except BaseException as error:  # noqa: BLE001 - pickling runs user code; whatever it raises is the caller's
             self.raised(run, error)
         else:
@@ -86,11 +95,18 @@ class Replies:
         if answer is not None:
             # If it cannot be sent, the caller asks for the value, and that call says why
             with suppress(BaseException):
-                content = run.context.run(self.encode, run, answer, with_metadata=True)
+                content = run.context.run(self._encode, run, answer, self._codec.reply_sent)
         self.returned(run, content)  # with the metadata of interceptors, even if there is nothing else to send
 
-    def encode(self, run: Run, result: Any, *, with_metadata: bool = False) -> Content:
-        """The content of a reply, or of an item of a stream. In any thread, unless there is metadata."""
+    def encode_in_thread(self, run: Run, result: Any) -> Content | None:
+        """The content of a reply, in the thread in which the function ended; None if that takes the loop."""
+        try:
+            return self._encode(run, result, self._codec.reply_sent_in_thread if run.meta else None)
+        except _TakesLoopError:
+            return None
+
+    def _encode(self, run: Run, result: Any, intercept: _Intercept | None = None) -> Content:
+        """The content of a reply, or of an item of a stream. ``intercept`` adds metadata to that of a request."""
         codec, inbound = self._codec, run.inbound
         try:
             pickle, slots = codec.pickler.dumps_result(result, main_by_value=inbound.main_by_value, to=inbound.caller)
@@ -105,8 +121,10 @@ class Replies:
                 f"RpcOptions.max_body_bytes"
             )
         meta = b""
-        if with_metadata and run.meta:
-            metadata = codec.reply_sent(inbound.caller, run.meta, slots)
+        if run.meta and intercept is not None:
+            metadata = intercept(inbound.caller, run.meta, slots)
+            if metadata is None:
+                raise _TakesLoopError
             meta = encode_metadata(metadata) if metadata else b""
         tensors = None
         if slots:
@@ -118,7 +136,7 @@ class Replies:
 
     def send_item(self, run: Run, item: Any) -> int:
         """Send the next item of a stream, and say how large it is. Called in the handler's context."""
-        content = self.encode(run, item, with_metadata=True)
+        content = self._encode(run, item, self._codec.reply_sent)
         place, connection = run.items_sent & _PLACE_MASK, run.inbound.connection
         if content.tensors is not None and content.tensors.waits:
             # Without the item the stream has a gap that nothing fills; a device that fails, fails for good

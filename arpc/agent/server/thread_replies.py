@@ -61,10 +61,10 @@ class ThreadReplies(Outbox):
         self,
         inbound: Inbound,
         write_lock: WriteLock,
-        encode: Callable[[Any, Any], Content],
+        encode: Callable[[Any, Any], Content | None],
         readmit: Callable[[Any], None],
     ) -> None:
-        """``encode`` makes the content of the reply to a request with a result, in any thread."""
+        """``encode`` makes the content of the reply to a request with a result, in any thread; None if it cannot."""
         super().__init__()
         self._answers: deque[bytes] = deque()
         """Frames that have not been sent."""
@@ -86,15 +86,17 @@ class ThreadReplies(Outbox):
         creation = run.creation
         try:
             answer = result if creation is None else creation.answer(run, result)
-            content = _NOTHING if answer is None else self._encode(run, answer)
+            content = _NOTHING if answer is None and not run.meta else self._encode(run, answer)
         except BaseException as error:  # noqa: BLE001 - pickling runs user code; whatever it raises is the caller's
             if creation is None:
                 run.error = error
             else:
                 run.content = _NOTHING  # the caller asks for the value, and that call says why it cannot be sent
             return False
+        if content is None:
+            return False
         inbound = self._inbound
-        data = inbound.connection.frame_in_thread(_REPLY, run.id, content.pickle, content.tensors)
+        data = inbound.connection.frame_in_thread(_REPLY, run.id, content)
         if data is None or len(data) > _WRITE_BYTES:
             run.content = content
             return False

@@ -325,9 +325,9 @@ class _Line:
             self.ended.append(run.id)
             run.inbound.forget(run)
 
-    def frame_in_thread(self, type_: int, id_: int, pickle: bytes, tensors: Any) -> bytes:
-        assert tensors is None
-        return frame(type_, 0, id_, 0, 0, pickle)
+    def frame_in_thread(self, type_: int, id_: int, content: Any) -> bytes:
+        assert content.tensors is None
+        return frame(type_, 0, id_, 0, 0, content.pickle)
 
 
 def encode(_: Run, result: Any) -> Content:

@@ -370,7 +370,7 @@ class Agent:
         link.peer.drain()
         link.inbound.output_drained()
         if link.inbound.is_full or link.inbound.is_waited_for:
-            self.dispatcher.readmit(link.inbound)
+            self.dispatcher.queue.readmit(link.inbound)
 
     # -- the end
 

@@ -77,8 +77,8 @@ class Dispatcher:
         self.threads = ThreadPool(loop, options.num_worker_threads, name)
         self.tasks = EagerTasks(loop, name)
         self.observers = observers
-        self.replies = Replies(loop, codec, self.observers, self.readmit)
         self.queue = RequestQueue(self, options)
+        self.replies = Replies(loop, codec, observers, self.queue.readmit)
         self._copy_context = context.copy
         self._window_bytes = options.window_bytes
         self.is_watched = False
@@ -132,9 +132,15 @@ class Dispatcher:
         content = message if message.body else None
         run = Run(self, inbound, function, message.id, message.timeout_ms, context, content)
         context.run(_set_scope, run)
-        if self.is_watched and self.observers.installed:
-            self.observers.watch(run, message)
+        if self.is_watched:
+            self._watch(run, message)
         return run
+
+    def _watch(self, run: Run, message: Message) -> None:
+        if self.replies.meter is not None:
+            run.inbound.arrived_ns.setdefault(run.id, _now_ns())  # unless it has waited since
+        if self.observers.installed:
+            self.observers.watch(run, message)
 
     def _start(self, run: Run, function: Function | Exception | None, message: Message) -> None:
         """Run what a request names: a function that is known, or one that came with its arguments."""
@@ -162,10 +168,6 @@ class Dispatcher:
         else:
             self.refused(run, TypeError(f"{run.name} is a generator: call it with arpc.stream"))
 
-    def readmit(self, inbound: Inbound) -> None:
-        """Start requests that wait, as far as there is room: something has ended or was sent."""
-        self.queue.readmit(inbound)
-
     def refuse(self, link: Link, message: Message) -> None:
         """Answer a request that came too late: this worker is being closed."""
         error = ShutdownError(f"worker {self.name!r} is shutting down")
@@ -186,8 +188,6 @@ class Dispatcher:
         served.is_service = True
 
         def handle(link: Link, message: Message) -> None:
-            if self.replies.meter is not None:
-                link.inbound.arrived_ns[message.id] = _now_ns()
             self._launch(self._run(link.inbound, served, message))
 
         return handle
@@ -201,8 +201,6 @@ class Dispatcher:
 
         def handle(link: Link, message: Message) -> None:
             inbound = link.inbound
-            if self.replies.meter is not None:
-                inbound.arrived_ns[message.id] = _now_ns()
             function = inbound.functions.get(message.arg)
             run = self._run(inbound, function if isinstance(function, Function) else _UNKNOWN, message)
             run.results = kept
@@ -285,7 +283,8 @@ class Dispatcher:
         """Where threads put the answers to a connection's requests; None if it can be written by the loop alone."""
         write_lock = inbound.connection.share_writing()
         if write_lock is not None:
-            inbound.thread_replies = ThreadReplies(inbound, write_lock, self.replies.encode_in_thread, self.readmit)
+            encode, readmit = self.replies.encode_in_thread, self.queue.readmit
+            inbound.thread_replies = ThreadReplies(inbound, write_lock, encode, readmit)
         return inbound.thread_replies
 
     def returned(self, run: Run, result: Any) -> None:

@@ -100,11 +100,6 @@ class Inbound:
         self.waiting[message.id] = message, self._time()
         self.waiting_bytes += message.size_bytes
 
-    def keep_for_handler(self, message: Message) -> None:
-        """Keep a request packed until others have ended."""
-        self.keep(message)
-        self.wait_for_handler(message.id)
-
     def wait_for_handler(self, call_id: int) -> None:
         """Let a request that is kept wait until others have ended."""
         self._for_handlers[call_id] = None

@@ -49,7 +49,8 @@ class RequestQueue:
             if is_large and results is not None:
                 self._keep_for_window(inbound, message, results)
             else:
-                inbound.keep_for_handler(message)
+                inbound.keep(message)
+                inbound.wait_for_handler(message.id)
                 self._start_waiting(inbound)
         else:
             self._refuse(inbound, message)

@@ -33,17 +33,18 @@ class Receiver:
             return  # it was cancelled, or timed out, and the two crossed on their way
         if call.connection is not None:  # a lying peer may answer what it was not sent
             peer.release(call)
-        if call.recipient.done():
+        recipient = call.recipient
+        if recipient.done():
             return
         try:
             value = self.result(peer.info, message) if message.body else None
         except ProtocolError:
-            call.recipient.set_exception(SerializationError(f"the result of {call.name} is malformed"))
+            recipient.set_exception(SerializationError(f"the result of {call.name} is malformed"))
             raise
         except BaseException as error:  # noqa: BLE001 - unpickling runs user code
-            call.recipient.set_exception(self.unreadable(call.name, error))
+            recipient.set_exception(self.unreadable(call.name, error))
         else:
-            call.recipient.set_result(value)
+            recipient.set_result(value)
 
     def on_item(self, link: Link, message: Message) -> None:
         """A stream has another item, or has ended."""

@@ -33,18 +33,17 @@ class Receiver:
             return  # it was cancelled, or timed out, and the two crossed on their way
         if call.connection is not None:  # a lying peer may answer what it was not sent
             peer.release(call)
-        recipient = call.recipient
-        if recipient.done():
+        if call.recipient.done():
             return
         try:
             value = self.result(peer.info, message) if message.body else None
         except ProtocolError:
-            recipient.set_exception(SerializationError(f"the result of {call.name} is malformed"))
+            call.recipient.set_exception(SerializationError(f"the result of {call.name} is malformed"))
             raise
         except BaseException as error:  # noqa: BLE001 - unpickling runs user code
-            recipient.set_exception(self.unreadable(call.name, error))
+            call.recipient.set_exception(self.unreadable(call.name, error))
         else:
-            recipient.set_result(value)
+            call.recipient.set_result(value)
 
     def on_item(self, link: Link, message: Message) -> None:
         """A stream has another item, or has ended."""

@@ -80,13 +80,13 @@ class Sender:
         args, kwargs = call.args, call.kwargs
         if args.__class__ is not tuple or (kwargs is not None and kwargs.__class__ is not dict):
             args, kwargs = call.args, call.kwargs = as_arguments(args), as_keywords(kwargs)
-        number = call.function_id
+        number: int | None = call.function_id
         if not number:
             try:
-                number = peer.function_ids[call.function]
-            except (KeyError, TypeError):
-                number = self._define(call)
-            call.function_id = number
+                number = peer.function_ids.get(call.function)
+            except TypeError:
+                number = None  # not hashable, so not a function of a module
+            call.function_id = number = self._define(call) if number is None else number
         pickle, slots, meta, tensors = b"", _NO_SLOTS, b"", None
         if args or not number or kwargs:
             if not number:
@@ -182,8 +182,10 @@ class Sender:
         arguments = as_arguments(args)
         keywords = as_keywords(kwargs) if kwargs else None
         try:
-            number = peer.function_ids[function]
-        except (KeyError, TypeError):
+            number = peer.function_ids.get(function)
+        except TypeError:
+            number = None
+        if number is None:
             number = on_loop(lambda: peer.define(function))
             if not number and (prepare := self._preparations.get(type(function))) is not None:
                 function, arguments = prepare(function, arguments, keywords)

@@ -88,8 +88,9 @@ class Connector:
         """The open connection to that very worker, to which a further one of it may belong."""
         peer = self.agent.peer(WorkerInfo(identity.name, identity.id))
         main = peer.connection if peer is not None else None
-        is_it = main is not None and main.is_open and main.peer.incarnation == identity.incarnation
-        return self._links.get(main) if main is not None and is_it else None
+        if main is None or not main.is_open or main.peer.incarnation != identity.incarnation:
+            return None
+        return self._links.get(main)
 
     # -- making connections
 

@@ -125,7 +125,7 @@ class RRefContext:
     def attach(self, agent: Agent) -> None:
         """The agent that messages go through. It was made with this context's handlers, so it comes later."""
         self.agent = agent
-        self.post = ControlQueue(agent, self.options, self.fresh_context, self.incarnation, self._settled)
+        self.post = ControlQueue(self)
         self.drops = DropQueue(self)
         self.inquiries = Inquiries(self)
 
@@ -190,7 +190,7 @@ class RRefContext:
             if not waiter.done():
                 waiter.set_result(None)
 
-    def _settled(
+    def settled(
         self, message: type[Message], to: WorkerInfo, items: Sequence[Item], reply: Any, error: Exception | None
     ) -> None:
         """A control message was answered, or given up."""

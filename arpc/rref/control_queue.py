@@ -4,27 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from contextvars import Context
+from collections.abc import Sequence
 from itertools import chain
-from typing import Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from arpc.agent.agent import Agent
 from arpc.agent.peers.peer import PeerState
 from arpc.errors import CallError, ShutdownError, UnknownWorkerError
 from arpc.ids import WorkerInfo, address_of
 from arpc.log import get_logger
-from arpc.options import RpcOptions
 from arpc.rref.events import WorkerName
 from arpc.rref.exactly_once import Numbers
 from arpc.wire.messages import Message, RRefForkRequest, RRefUserDelete
+
+if TYPE_CHECKING:
+    from arpc.rref.context import RRefContext
 
 __all__ = ["ControlQueue", "Item"]
 
 logger = get_logger("arpc.rref")
 
 Item: TypeAlias = Sequence[Any]
-Settled: TypeAlias = Callable[[type[Message], WorkerInfo, Sequence[Item], Any, "Exception | None"], None]
 
 # Nobody waits for a delete: a few milliseconds gather what a loop drops one by one
 _DELETE_LINGER_S: Final = 0.005
@@ -35,18 +34,14 @@ _BACKOFF_FACTOR: Final = 1.5
 
 
 class ControlQueue:
-    """Sends items of messages to peers. ``settled`` hears what was answered, or why a message was given up."""
+    """Sends items of messages to peers. `RRefContext.settled` hears what was answered, or why one was given up."""
 
-    def __init__(
-        self, agent: Agent, options: RpcOptions, fresh_context: Callable[[], Context], epoch: int, settled: Settled
-    ) -> None:
-        self._agent = agent
-        self._fresh_context = fresh_context
-        self._loop = agent.loop
-        self._backoff_s = options.control_backoff
-        self._retries = options.control_retries
-        self._epoch = epoch
-        self._settled = settled
+    def __init__(self, context: RRefContext) -> None:
+        self._context = context
+        self._agent = context.agent
+        self._loop = context.agent.loop
+        self._backoff_s = context.options.control_backoff
+        self._retries = context.options.control_retries
         self._waiting: dict[tuple[type[Message], WorkerInfo], list[Item]] = {}
         self._deletes_linger: asyncio.TimerHandle | None = None
         self._sending: set[asyncio.Task[None]] = set()
@@ -96,7 +91,7 @@ class ControlQueue:
         for (message, to), items in waiting.items():
             for start in range(0, len(items), _ITEMS_PER_MESSAGE):
                 sending = self._send(message, to, items[start : start + _ITEMS_PER_MESSAGE])
-                task = self._loop.create_task(sending, context=self._fresh_context())
+                task = self._loop.create_task(sending, context=self._context.fresh_context())
                 self._sending.add(task)
                 task.add_done_callback(self._sending.discard)
 
@@ -117,7 +112,8 @@ class ControlQueue:
             )
         numbers.settle(number)
         if not self._is_closed:
-            self._settled(message, to, items, reply, error)
+            self._context.settled(message, to, items, reply, error)
+        del error  # whose traceback refers to this frame
 
     async def _send_until_answered(
         self, message: type[Message], to: WorkerInfo, number: int, numbers: Numbers, flat: list[Any], count: int
@@ -125,7 +121,7 @@ class ControlQueue:
         for attempt in range(self._retries + 1):
             self.messages_sent += 1
             self.items_sent += count
-            arguments = (self._epoch, number, numbers.oldest, flat)
+            arguments = (self._context.incarnation, number, numbers.oldest, flat)
             try:
                 return await self._agent.request(message, address_of(to), arguments, _ATTEMPT * self._backoff_s)
             except CallError:

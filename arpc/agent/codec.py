@@ -49,11 +49,7 @@ class Codec:
         self.pickler = Pickler(reducers, families, policy.pickler)
         self.interceptors = tuple(interceptors)
         self._by_key = {interceptor.key: interceptor for interceptor in interceptors}
-        self._keys_in_threads = {
-            interceptor.key
-            for interceptor in interceptors
-            if type(interceptor).reply_sent_in_thread is not Interceptor.reply_sent_in_thread
-        }
+        self._keys_in_threads = {interceptor.key for interceptor in interceptors if interceptor.replies_in_threads}
         self.max_pickle_bytes = max_body_bytes * 7 // 8
         """The largest pickle that is sent. Room is left for metadata and for what describes tensors."""
         self._max_body_bytes = max_body_bytes

@@ -48,6 +48,7 @@ class Recorder(Interceptor):
     """
 
     key = "grad"
+    replies_in_threads = True
 
     def __init__(self, container: Container, policy: Policy = UNRESTRICTED) -> None:
         self._container = container

@@ -631,7 +631,7 @@ async def test_no_more_schemas_are_announced_than_a_peer_takes(monkeypatch):
     assert [header.arg for header in connection.headers() if header.type == MessageType.SCHEMA] == [1, 2]
     # a thread must not wait for a number that never comes
     tensors = packed(packer, torch.ones(4))
-    assert header_of(connection.frame_in_thread(REPLY, 7, b"", tensors)).schema == ONE_OFF
+    assert header_of(connection.frame_in_thread(REPLY, 7, Content(b"", b"", tensors))).schema == ONE_OFF
 
 
 async def test_no_more_is_announced_than_a_peer_takes(monkeypatch):
@@ -642,26 +642,26 @@ async def test_no_more_is_announced_than_a_peer_takes(monkeypatch):
     for each in tensors * 2:
         send_tensors(connection, each)
     assert [header.arg for header in connection.headers() if header.type == MessageType.SCHEMA] == [1, 2]
-    assert header_of(connection.frame_in_thread(REPLY, 7, b"", tensors[-1])).schema == ONE_OFF
+    assert header_of(connection.frame_in_thread(REPLY, 7, Content(b"", b"", tensors[-1]))).schema == ONE_OFF
 
 
 async def test_a_thread_uses_no_number_that_was_not_written():
     connection, _ = await opened()
     packer = Packer(1 << 20)
     tensors = packed(packer, torch.ones(3))
-    assert header_of(connection.frame_in_thread(REPLY, 1, b"x", tensors)).schema == ONE_OFF
+    assert header_of(connection.frame_in_thread(REPLY, 1, Content(b"x", b"", tensors))).schema == ONE_OFF
     tensors = packed(packer, torch.ones(3))
-    assert connection.frame_in_thread(REPLY, 2, b"x", tensors) is None  # the loop announces it
+    assert connection.frame_in_thread(REPLY, 2, Content(b"x", b"", tensors)) is None  # the loop announces it
 
     seen: list[bytes | None] = []
-    connection.on_write = lambda data: seen.append(connection.frame_in_thread(REPLY, 3, b"x", tensors))
+    connection.on_write = lambda data: seen.append(connection.frame_in_thread(REPLY, 3, Content(b"x", b"", tensors)))
     connection.direct_left = 0
     connection.send(small_frame(1))  # waits to be written, as does what is sent next
     send_tensors(connection, tensors)
     # at each write, the announcement's own included, the number was not known to threads
     assert seen == [None] * 2
     connection.on_write = None
-    in_thread = connection.frame_in_thread(REPLY, 3, b"x", tensors)
+    in_thread = connection.frame_in_thread(REPLY, 3, Content(b"x", b"", tensors))
     assert header_of(in_thread).schema == 1
     connection.written.append(in_thread)  # before the loop has written its own message
     messages = await received_by_a_peer(connection)
@@ -670,8 +670,8 @@ async def test_a_thread_uses_no_number_that_was_not_written():
 
 async def test_a_thread_sends_no_large_tensors():
     connection, _ = await opened()
-    assert connection.frame_in_thread(REPLY, 1, b"x", packed(Packer(0), torch.ones(3))) is None
-    assert connection.frame_in_thread(REPLY, 1, b"x", None) == frame(REPLY, 0, 1, 0, 0, b"x")
+    assert connection.frame_in_thread(REPLY, 1, Content(b"x", b"", packed(Packer(0), torch.ones(3)))) is None
+    assert connection.frame_in_thread(REPLY, 1, Content(b"x", b"", None)) == frame(REPLY, 0, 1, 0, 0, b"x")
 
 
 async def test_nothing_is_announced_once_a_connection_is_closing():

@@ -24,6 +24,9 @@ class Interceptor:
     occasions: Sized = ()
     """While this is empty, the interceptor has nothing to add and is not asked. Always the same object."""
 
+    replies_in_threads = False
+    """Whether `reply_sent_in_thread` is worth asking."""
+
     def request_sent(self, peer: WorkerInfo, function: Any, slots: list[Slot], is_stream: bool = False) -> bytes | None:
         """In the caller's context, before a request leaves. A stream has an answer for each of its items."""
 
@@ -36,8 +39,7 @@ class Interceptor:
     def reply_sent_in_thread(self, peer: WorkerInfo, meta: bytes, slots: list[Slot]) -> bytes | None:
         """What `reply_sent` returns, asked in the thread in which a plain function has ended.
 
-        None if that takes the loop: then `reply_sent` is asked there. An interceptor that defines this saves the reply
-        the way through the loop.
+        None if that takes the loop: then `reply_sent` is asked there.
         """
 
     def reply_received(self, peer: WorkerInfo, meta: bytes, slots: list[Any]) -> None:

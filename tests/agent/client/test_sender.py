@@ -17,6 +17,7 @@ from arpc.agent.client.future import Future
 from arpc.agent.client.pending_calls import SEQUENCE_BITS, Call, PendingCalls
 from arpc.agent.client.sender import Prepared, Sender, as_arguments, as_keywords
 from arpc.agent.codec import Codec
+from arpc.agent.hooks.interceptor import Interceptor
 from arpc.agent.scope import WorkerScope, current_scope
 from arpc.errors import RpcTimeoutError, SerializationError, ShutdownError
 from arpc.ids import WorkerInfo
@@ -62,7 +63,7 @@ class FakePeer:
         self.held.append(call_id)
 
 
-class Tracer:
+class Tracer(Interceptor):
     """An interceptor that adds bytes and notes what it sees."""
 
     key = "trace"

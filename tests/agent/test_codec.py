@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from arpc.agent.codec import Codec
+from arpc.agent.hooks.interceptor import Interceptor
 from arpc.errors import ProtocolError, SerializationError
 from arpc.ids import WorkerInfo
 from arpc.wire.frames import HEADER_BYTES, frame
@@ -126,7 +127,7 @@ def test_more_tensors_than_a_body_can_describe_are_refused():
 # -- interceptors
 
 
-class Marker:
+class Marker(Interceptor):
     """Remembers what it is given, and answers with its name."""
 
     occasions = ("always",)
@@ -165,3 +166,21 @@ def test_metadata_of_a_feature_that_is_not_here_is_refused():
     for receive in (codec.request_received, codec.reply_sent, codec.reply_received):
         with pytest.raises(ProtocolError, match="unknown feature 'unheard of'"):
             receive(SENDER, {"unheard of": b""}, [])
+
+
+class InThreads(Marker):
+    """Answers in threads what it answers on the loop."""
+
+    replies_in_threads = True
+    reply_sent_in_thread = Marker.reply_sent
+
+
+def test_threads_ask_the_one_interceptor_that_can_answer_there():
+    here, elsewhere, silent = InThreads("a", b"A"), Marker("b", b"B"), InThreads("c")
+    codec = Codec({}, (here, elsewhere, silent), INLINE_BYTES)
+    assert codec.replies_in_thread(None)
+    assert codec.replies_in_thread({"a": b"1"})
+    assert not codec.replies_in_thread({"b": b"1"})
+    assert not codec.replies_in_thread({"a": b"1", "c": b"1"})  # one of them may need the loop after all
+    assert codec.reply_sent_in_thread(SENDER, {"a": b"1"}, []) == {"a": b"A"}
+    assert codec.reply_sent_in_thread(SENDER, {"c": b"1"}, []) is None

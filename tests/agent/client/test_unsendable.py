@@ -118,13 +118,14 @@ async def test_a_function_that_is_not_on_the_callee(pair, monkeypatch):
     module = type(sys)("only_at_the_caller")
     exec("async def here_only():\n    return 1", module.__dict__)  # a module that no file has
     module.here_only.__module__ = module.__name__
-    define = pair[1].agent.dispatcher.reader.define
+    codec = pair[1].agent.codec
+    unpack = codec.function
 
-    def define_without_the_module(inbound: Any, message: Any) -> None:
+    def unpack_without_the_module(message: Any, sender: Any) -> Any:
         monkeypatch.delitem(sys.modules, module.__name__)
-        define(inbound, message)
+        return unpack(message, sender)
 
-    monkeypatch.setattr(pair[1].agent.dispatcher.reader, "define", define_without_the_module)
+    monkeypatch.setattr(codec, "function", unpack_without_the_module)
     monkeypatch.setitem(sys.modules, module.__name__, module)
     text = r"not on worker 'worker1'.*only_at_the_caller.*importable there"
     with pytest.raises(SerializationError, match=text):

@@ -68,7 +68,7 @@ _Row: TypeAlias = "tuple[np.dtype[Any] | None, int, int, tuple[int, ...]]"
 class Layout:
     """What the table of a schema says, read and checked once. `build` makes the tensors of each message out of it."""
 
-    __slots__ = ("_inline", "_is_restricted", "_rows", "inline_bytes", "n_buffers", "placements")
+    __slots__ = ("_inline", "_is_restricted", "_requiring_grad", "_rows", "inline_bytes", "n_buffers", "placements")
 
     def __init__(self, table: Table, *, is_restricted: bool) -> None:
         """Check everything that can be checked without memory. Raises `ProtocolError`, or whatever is wrong with it."""
@@ -90,9 +90,12 @@ class Layout:
         """Which buffers belong on a device: its name there, by the number of the buffer."""
         self._inline: tuple[Sequence[Any], Sequence[Any], Sequence[Any]] | None = None
         """Shapes, dtypes and offsets of the tensors, if all of them are inline and built in one step."""
-        if all(type(row) is tuple and row[0] is not None and row[1] < _FIRST_STAND_IN and row[2] >= 0 for row in rows):
-            dtypes, _, offsets, shapes = zip(*rows, strict=True) if rows else ((), (), (), ())
+        self._requiring_grad: Sequence[int] = ()
+        """The numbers of those of them that require grad."""
+        if all(map(_is_simple, rows)):
+            dtypes, codes, offsets, shapes = zip(*rows, strict=True) if rows else ((), (), (), ())
             self._inline = shapes, dtypes, offsets
+            self._requiring_grad = [number for number, code in enumerate(codes) if code & Code.REQUIRES_GRAD]
 
     def build(self, body: bytearray | memoryview, buffers: Sequence[Buffer]) -> list[Any]:
         """The tensors of a message, and the memory of other objects. They lie in the body and the buffers.
@@ -105,7 +108,10 @@ class Layout:
         try:
             if self._inline is not None:
                 shapes, dtypes, offsets = self._inline
-                return [*map(_from_numpy, map(_ndarray, shapes, dtypes, repeat(body), offsets))]
+                tensors = [*map(_from_numpy, map(_ndarray, shapes, dtypes, repeat(body), offsets))]
+                for number in self._requiring_grad:
+                    tensors[number].requires_grad_()
+                return tensors
             if len(buffers) < self.n_buffers:
                 raise ProtocolError(f"a tensor in buffer {self.n_buffers - 1} of {len(buffers)}")
             builder = _Builder(memoryview(body)[: self.inline_bytes], buffers, is_restricted=self._is_restricted)
@@ -162,6 +168,14 @@ def _checked_rows(table: Table) -> list[_Row | Entry]:
                 check_contiguous(shape, item_bytes, inline_bytes - source)
         rows.append((dtype, code, source, shape))
     return rows
+
+
+def _is_simple(row: _Row | Entry) -> bool:
+    """Whether a row is an inline tensor of a dtype that numpy has."""
+    if isinstance(row, Entry):
+        return False
+    dtype, code, source, _ = row
+    return dtype is not None and code & ~Code.REQUIRES_GRAD < _FIRST_STAND_IN and source >= 0
 
 
 def _with_parts(entries: Iterable[Entry]) -> Iterator[Entry]:

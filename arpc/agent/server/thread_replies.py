@@ -1,9 +1,9 @@
 """Answers that threads send themselves, without waking the loop.
 
 The thread in which a plain function ends encodes the answer. Unless that takes something that belongs to the loop
-(RRefs, metadata, large tensors, a schema to announce), it goes to the *outbox* of its connection, and the thread sends
-all that is there before it goes to sleep, in one write. The loop sends what a thread leaves behind, because the peer
-does not take it now or the thread is stuck in its next function.
+(RRefs, metadata of most interceptors, large tensors, a schema to announce), it goes to the *outbox* of its connection,
+and the thread sends all that is there before it goes to sleep, in one write. The loop sends what a thread leaves
+behind, because the peer does not take it now or the thread is stuck in its next function.
 
 With all answers in one write, caller and callee would wait for each other, and one of two CPUs would always be idle. So
 if the caller has another CPU, half of the answers go ahead. On one CPU, fewer writes are better.

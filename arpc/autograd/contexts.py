@@ -1,6 +1,6 @@
 """What one worker knows of a context: the messages that tensors left and came with, and the gradients.
 
-A context has the same id on all workers that it touches. Everything here belongs to the loop.
+A context has the same id on all workers that it touches.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ ENDLESS: Final = 1 << 62
 class AutogradContext(msgspec.Struct, eq=False):
     """One context on one worker.
 
-    It belongs to the loop. But a thread in which a plain function ends records the answer itself: what it changes of a
-    context (``sends``, ``clock`` and ``handlers_answered``), it and the loop change with the ``lock`` held.
+    It belongs to the loop. But a thread in which a plain function ends records the answer itself. So sends are added,
+    and the clock and the answered handlers counted, with the ``lock`` held. Only the loop removes sends.
     """
 
     id: int
@@ -98,16 +98,17 @@ class AutogradContext(msgspec.Struct, eq=False):
         """The id of the worker that made it."""
         return self.id >> LOCAL_BITS
 
-    def record_send(self, message_id: int, node: Any, to: int, answered: int = 0) -> int:
-        """Note that a message leaves with tensors of a send node; returns its stamp. In any thread.
+    def record_send(self, new_id: Callable[[], int], node: Any, to: int, answered: int = 0) -> tuple[int, int]:
+        """Note that a message leaves with tensors of a send node; returns its id and stamp. In any thread.
 
         ``answered`` counts the handler whose answer it is.
         """
-        with self.lock:
+        with self.lock:  # ids grow in the order of the sends
+            message_id = new_id()
             self.clock = stamp = self.clock + 1
             self.sends[message_id] = _new_tuple(Send, (node.next_functions[1:], node, to, stamp))
             self.handlers_answered += answered
-        return stamp
+        return message_id, stamp
 
     def receive_stamp(self, stamp: int) -> None:
         """A message has come, and what is sent from now on may depend on its tensors."""

@@ -136,8 +136,7 @@ class Recorder(Interceptor):
             tensors = _tensors_requiring_grad(slots)
         if not tensors:
             return None
-        message_id = self._container.new_message_id()
-        stamp = context.record_send(message_id, attach_send(tensors), to, answered)
+        message_id, stamp = context.record_send(self._container.new_message_id, attach_send(tensors), to, answered)
         return _pack_ids(context.id, message_id, stamp)
 
     def _record_recv(

@@ -99,9 +99,14 @@ class ControlQueue:
         numbers, flat = self.numbers(to.name), list(chain.from_iterable(items))
         # the others may be handled twice, and numbers that nobody notes would be gaps
         number = numbers.take()[0] if message is RRefForkRequest else 0
-        reply, error = None, None
+        reply: Any = None
+        error: Exception | None = None
         try:
             reply = await self._send_until_answered(message, to, number, numbers, flat, len(items))
+        except asyncio.CancelledError:
+            if self._is_closed:
+                raise
+            error = ShutdownError("the message was cancelled")  # by code that cancels all tasks there are
         except Exception as reason:  # noqa: BLE001 - whatever it is, the message is given up
             error = reason
             level = (

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncIterator
+from contextvars import ContextVar
+from typing import ClassVar
 
 import pytest
 import torch
@@ -51,7 +53,7 @@ def recorded_in(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     threads: list[int] = []
     record = AutogradContext.record_send
 
-    def noted(context: AutogradContext, *args: object, **kwargs: object) -> int:
+    def noted(context: AutogradContext, *args: object, **kwargs: object) -> tuple[int, int]:
         threads.append(threading.get_ident())
         return record(context, *args, **kwargs)  # type: ignore[arg-type]
 
@@ -140,3 +142,46 @@ async def test_a_worker_leaves_a_context_that_its_threads_have_answered_in(pair)
         await arpc.autograd.backward(ctx_id, [value])
         assert not pair[1].autograd.container.contexts
         assert not pair[0].autograd.container.find(ctx_id).known_workers
+
+
+class Reduced:
+    """Counts how often it is pickled, and notes which worker it is pickled on."""
+
+    pickled: ClassVar[list[str]] = []
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        self.pickled.append(arpc.get_worker_info().name)
+        return Reduced, ()
+
+
+def make_reduced() -> Reduced:
+    return Reduced()
+
+
+async def test_a_result_without_tensors_is_pickled_once_and_on_its_worker(pair):
+    Reduced.pickled.clear()
+    async with arpc.autograd.context():
+        assert isinstance(await arpc.rpc_sync("worker1", make_reduced), Reduced)
+    assert Reduced.pickled == ["worker1"]
+
+
+async def test_hooks_of_a_pass_see_the_context_variables_of_their_caller(pair):
+    var: ContextVar[str] = ContextVar("var", default="unset")
+    seen: list[str] = []
+
+    async def run(name: str) -> None:
+        x, y = leaves()
+        middle = x * 2
+
+        def hook(gradient: Tensor) -> None:
+            seen.append(var.get())
+            var.set(f"hook of {name}")
+
+        middle.register_hook(hook)
+        var.set(name)
+        async with arpc.autograd.context() as ctx_id:
+            await arpc.autograd.backward(ctx_id, [await arpc.rpc_sync("worker1", mul, (middle, y))])
+
+    for name in ("first", "second"):
+        await asyncio.create_task(run(name))
+    assert seen == ["first", "second"]

@@ -257,9 +257,7 @@ class Connector:
 
     def busy_links(self) -> bool:
         """Whether handlers run, or requests wait, for any peer. Onlookers are not waited for."""
-        return any(
-            link.inbound.running or link.inbound.waiting for link in self._links.values() if not link.is_onlooker
-        )
+        return any(link.inbound.is_busy for link in self._links.values() if not link.is_onlooker)
 
     def statistics(self) -> dict[str, Any]:
         return {

@@ -126,7 +126,7 @@ class EagerTasks:
 
     @torchstate.isolating_driver
     def start(self, run: Run) -> None:
-        """Run a run, at once if possible. Must not be called from a Task. Torch's state must be pristine."""
+        """Run a request, at once if possible. Must not be called from a Task. Torch's state must be pristine."""
         if not self.idle:
             self._start_task(run)
             return

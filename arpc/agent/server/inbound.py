@@ -122,6 +122,12 @@ class Inbound:
 
     # -- requests that run
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether requests run or wait, or answers of threads wait to be written."""
+        replies = self.thread_replies
+        return bool(self.running or self.waiting or (replies is not None and replies.has_unsent))
+
     def register(self, run: Run) -> None:
         """Keep a request that did not end at once, so that it can be cancelled and expire."""
         if run.is_registered:

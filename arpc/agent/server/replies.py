@@ -106,10 +106,16 @@ class Replies:
             return None
 
     def _encode(self, run: Run, result: Any, intercept: _Intercept | None = None) -> Content:
-        """The content of a reply, or of an item of a stream. ``intercept`` adds metadata to that of a request."""
+        """The content of a reply, or of an item of a stream.
+
+        ``intercept`` makes the metadata of the reply from that of the request; None means that this takes the loop.
+        """
         codec, inbound = self._codec, run.inbound
+        pickled, run.pickled = run.pickled, None
         try:
-            pickle, slots = codec.pickler.dumps_result(result, main_by_value=inbound.main_by_value, to=inbound.caller)
+            pickle, slots = pickled or codec.pickler.dumps_result(
+                result, main_by_value=inbound.main_by_value, to=inbound.caller
+            )
         except BaseException as error:
             raise SerializationError(
                 f"the result of {run.name} ({type_name_of(result)}) cannot be sent: {summary_of(error)}"
@@ -124,6 +130,7 @@ class Replies:
         if run.meta and intercept is not None:
             metadata = intercept(inbound.caller, run.meta, slots)
             if metadata is None:
+                run.pickled = pickle, slots  # once: RRefs in it have been handed out
                 raise _TakesLoopError
             meta = encode_metadata(metadata) if metadata else b""
         tensors = None

@@ -101,6 +101,8 @@ class Run(msgspec.Struct):
     error: BaseException | None = None
     content: Content | None = None
     """The result as it is sent, if a thread has encoded it."""
+    pickled: tuple[bytes, list[Any]] | None = None
+    """The pickle and the slots of the result, if a thread has made them and the loop does the rest."""
     thread_replies: ThreadReplies | None = None
     """Where a thread may put the answer."""
     results: ResultSizes | None = None
@@ -194,8 +196,9 @@ class Run(msgspec.Struct):
             torchstate.save_and_reset()
         if begin:
             function.quickness.measured(_clock() - begin)
-        # What it called may be on its way still, and is not to be overtaken by the answer
-        if replies is not None and not self.has_called and self.nested is None and replies.put(self, result):
+        if self.has_called or self.nested is not None:
+            replies = None  # what it called may be on its way still, and is not to be overtaken by the answer
+        if replies is not None and context.run(replies.put, self, result):
             return replies
         if self.creation is not None or (self.content is None and self.error is None):
             self.result = result

@@ -76,6 +76,11 @@ class ThreadReplies(Outbox):
         self._until_look = 0
         self._most_running = 0
 
+    @property
+    def has_unsent(self) -> bool:
+        """Whether answers wait to be written."""
+        return bool(self._answers)
+
     def put(self, run: Any, result: Any) -> bool:
         """Keep the result of a request to be sent; False if that takes the loop. In the thread of the request.
 

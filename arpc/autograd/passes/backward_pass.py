@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import copy_context
 from functools import partial
 from types import MappingProxyType
 from typing import Any, Final, NamedTuple, Protocol
@@ -151,6 +152,7 @@ class BackwardPass:
         self.deadline = deadline
         self.parent = None if engagement is None else engagement.parent
         self._host = host
+        self._context = copy_context()
         self._threads = threads or host.threads
         self._engagement = engagement
         if roots:
@@ -355,7 +357,7 @@ class BackwardPass:
             parcel = leaving(parcel)
         future = self._host.send(self, to, parcel)
         self._outstanding[future] = to
-        future.add_done_callback(self._answered)
+        future.add_done_callback(self._answered, context=self._context)
 
     def _answered(self, future: Answer) -> None:
         """A parcel has been answered, or will not be."""

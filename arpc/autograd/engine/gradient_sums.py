@@ -62,13 +62,15 @@ class GradientSums(dict[Edge, Tensor]):
             return {}
         leaves = [(edge, edge[0].variable) for edge in self]
         # a leaf may have been frozen since
-        return {leaf: own(leaf, self.pop(edge)) for edge, leaf in leaves if leaf.requires_grad}
+        taken = {leaf: own(leaf, self[edge]) for edge, leaf in leaves if leaf.requires_grad}
+        self.clear()
+        return taken
 
 
 def own(leaf: Tensor, gradient: Tensor) -> Tensor:
     """A gradient in memory of its own and laid out like its leaf: this one if nobody else has it, else a copy.
 
-    The caller must keep no reference to it.
+    The caller has one reference to it, in a dict. So two leaves with one gradient have two copies.
     """
     if gradient.layout is not _strided:
         is_own = getrefcount(gradient) == _SOLE_OBJECT and _is_plain_sparse(gradient)
@@ -107,4 +109,5 @@ def _count_references(_: None, gradient: Tensor) -> tuple[int, int]:
     return getrefcount(gradient), memory if _count_storage_uses is not _unknown else -1  # nobody is
 
 
-_SOLE_OBJECT, _SOLE_MEMORY = _count_references(None, {0: torch.zeros(1)}.pop(0))
+_sample: Final = {0: torch.zeros(1)}
+_SOLE_OBJECT, _SOLE_MEMORY = _count_references(None, _sample[0])

@@ -456,8 +456,7 @@ class BackwardPass:
         for_parent = for_parent or self._for_parent
         gradients = self._sums.take_leaves()  # first: what a peer has sent for them may be no gradients
         if (accumulated := self._accumulated) is not None:
-            for leaf in list(accumulated):
-                gradients[leaf] = own(leaf, accumulated.pop(leaf))
+            gradients |= {leaf: own(leaf, accumulated[leaf]) for leaf in accumulated}
         assert self._protocol is not None  # it has decided that this is the end
         # before the end: those of an earlier pass may not fit them any more, which fails this one
         self.context.commit(self.id, gradients, self._protocol.told)

@@ -50,6 +50,19 @@ def test_a_gradient_that_nobody_else_has_is_not_copied():
     assert gradients.take_leaves()[x].data_ptr() == address
 
 
+def test_one_gradient_of_two_leaves_is_copied_for_both():
+    x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
+    gradients = GradientSums()
+    gradients.add(edge_to(x), torch.ones(2))
+    gradients.add(edge_to(y), gradients[edge_to(x)])
+    address = gradients[edge_to(x)].data_ptr()
+    held = gradients[edge_to(x)].untyped_storage()  # or its memory could be used again
+    taken = gradients.take_leaves()
+    assert address not in {taken[x].data_ptr(), taken[y].data_ptr()}
+    assert held.data_ptr() == address
+    assert not gradients
+
+
 def test_a_leaf_that_was_frozen_since_gets_none():
     x, y = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     gradients = GradientSums()

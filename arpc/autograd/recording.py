@@ -97,7 +97,7 @@ class Recorder(Interceptor):
         if context is None:
             return None
         run: Any = _current_scope()
-        answered = 0 if run.__class__ is Run and run.is_stream else 1  # which is not answered with an item
+        answered = 0 if run.__class__ is Run and run.is_stream else 1  # an item does not answer a stream
         if slots:
             if _is_grad_enabled():
                 ids = self._record_send(context, peer.id, slots, answered)

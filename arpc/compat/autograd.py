@@ -68,7 +68,7 @@ class DistAutogradContext:
 
     def _send_functions(self) -> dict[int, Any]:
         """The nodes where tensors left, by message, in their order."""
-        return {number: _SendFunction(send) for number, send in list(self._context.sends.items())}
+        return {number: _SendFunction(send) for number, send in self._context.sends.copy().items()}
 
     def _recv_functions(self) -> dict[int, Any]:
         """The nodes where tensors came in, by message, in their order."""

@@ -118,7 +118,7 @@ class BackwardPass:
     _protocol: PassProtocol | None = None
     """There is one as soon as the plan is complete."""
     _plan: Plan | None
-    """None when it is over."""
+    """None once the pass has failed."""
     _timer: asyncio.TimerHandle | None = None
     _over: asyncio.Future[None] | None = None
     _result: Any = None
@@ -152,7 +152,8 @@ class BackwardPass:
         self.deadline = deadline
         self.parent = None if engagement is None else engagement.parent
         self._host = host
-        self._context = copy_context()
+        self._variables = copy_context()
+        """The context variables of the code that began it here: hooks see these, whichever read goes on with it."""
         self._threads = threads or host.threads
         self._engagement = engagement
         if roots:
@@ -211,6 +212,11 @@ class BackwardPass:
     def unanswered(self) -> list[Any]:
         """The answers of others that have not come. Each is a future in all but its class."""
         return list(self._outstanding)
+
+    @property
+    def waiter(self) -> asyncio.Future[None] | None:
+        """What `wait` awaits. Stacks show the task there as waiting for the parcels that were not answered."""
+        return self._over
 
     async def wait(self) -> None:
         """Until it is over here. Raises why it failed."""
@@ -357,7 +363,7 @@ class BackwardPass:
             parcel = leaving(parcel)
         future = self._host.send(self, to, parcel)
         self._outstanding[future] = to
-        future.add_done_callback(self._answered, context=self._context)
+        future.add_done_callback(self._answered, context=self._variables)
 
     def _answered(self, future: Answer) -> None:
         """A parcel has been answered, or will not be."""

@@ -6,7 +6,10 @@ import asyncio
 import doctest
 import threading
 
+import torch
+
 import arpc
+from arpc.autograd.engine.run_policy import ThreadsOnly
 from arpc.metrics import stacks as module
 from arpc.metrics.stacks import await_chain
 from arpc.testing import cluster
@@ -84,6 +87,45 @@ async def test_who_waits_for_the_value_of_an_rref_waits_for_its_creation():
         mine.cancel()
         await asyncio.wait([mine])
         await group.shutdown(graceful=False)  # what was created is still under way
+
+
+class Stuck(torch.autograd.Function):
+    """A node whose backward waits for the test."""
+
+    go_on = threading.Event()
+    entered = threading.Event()
+
+    @staticmethod
+    def forward(ctx, x):
+        return x * 1
+
+    @staticmethod
+    def backward(ctx, gradient):
+        Stuck.entered.set()
+        assert Stuck.go_on.wait(30)
+        return gradient
+
+
+async def through_stuck(x):
+    return Stuck.apply(x).sum()
+
+
+async def go_back(ctx_id, loss):
+    await arpc.autograd.backward(ctx_id, [loss])
+
+
+async def test_a_backward_pass_waits_for_the_worker_that_has_its_gradients(monkeypatch):
+    async with cluster(2) as group:
+        monkeypatch.setattr(group[1].autograd, "run_policy", ThreadsOnly())
+        async with arpc.autograd.context() as ctx_id:
+            loss = await arpc.rpc_sync("worker1", through_stuck, (torch.ones(2, requires_grad=True),))
+            task = asyncio.create_task(go_back(ctx_id, loss), name="the pass")
+            await turns_until(Stuck.entered.is_set)
+            (worker,) = [worker for worker in await group[0].metrics.stacks(30) if worker.name == "worker0"]
+            (found,) = [one for one in worker.tasks if one.name == "the pass"]
+            assert (found.awaits.to, found.awaits.function) == ("worker1", "AutogradGradients")
+            Stuck.go_on.set()
+            await task
 
 
 async def test_tasks_of_the_program_are_told_and_those_of_the_runtime_are_not():

@@ -231,6 +231,8 @@ class AsyncioCaller(abc.ABC):
 
         async def caller() -> None:
             nonlocal done
+            await call()  # on a busy machine, all the time may be over before the first step
+            done += 1
             while running:
                 await call()
                 done += 1

@@ -37,7 +37,6 @@ _set_current = current_context_id.set
 _current_scope = current_scope.get
 _is_grad_enabled = torch.is_grad_enabled
 _requires_grad = attrgetter("requires_grad")
-_data_of = attrgetter("data")
 
 
 class Recorder(Interceptor):
@@ -129,11 +128,7 @@ class Recorder(Interceptor):
 
     def _record_send(self, context: AutogradContext, to: int, slots: list[Slot], answered: int = 0) -> bytes | None:
         """Record the tensors of a message that require grad; returns what goes with it, None if there are none."""
-        tensors: list[Any]
-        try:
-            tensors = list(filter(_requires_grad, slots))
-        except AttributeError:
-            tensors = _tensors_requiring_grad(slots)
+        tensors = _tensors_requiring_grad(slots)
         if not tensors:
             return None
         message_id, stamp = context.record_send(self._container.new_message_id, attach_send(tensors), to, answered)
@@ -143,33 +138,25 @@ class Recorder(Interceptor):
         self, context: AutogradContext, sender: int, message_id: int, stamp: int, slots: list[Any]
     ) -> None:
         context.receive_stamp(stamp)  # before anybody can use the tensors
-        # `data`: `detach()` would have them share a version counter
-        try:
-            tensors = list(map(_data_of, filter(_requires_grad, slots)))
-        except AttributeError:
-            tensors = list(map(_data_of, _tensors_requiring_grad(slots)))
-        count = len(tensors)
-        if not count:
+        tensors = _tensors_requiring_grad(slots)
+        if not tensors:
             raise ProtocolError("gradients were announced for a message without tensors that require grad")
-        record = RecvRecord(message_id, sender, count, stamp)
+        for tensor in tensors:
+            tensor.requires_grad = False  # as a leaf; from now on it does by its history
+        record = RecvRecord(message_id, sender, len(tensors), stamp)
         if _is_grad_enabled():
             attached = attach_recv(tensors, record)
         else:
             with torch.enable_grad():
                 attached = attach_recv(tensors, record)
         context.recvs[message_id] = attached[0].grad_fn
-        if count == len(slots):
-            slots[:] = attached
-            return
-        remaining = iter(attached)
-        for place, slot in enumerate(slots):
-            if isinstance(slot, Tensor) and slot.requires_grad:
-                slots[place] = next(remaining)
 
 
-def _tensors_requiring_grad(slots: Sequence[Any]) -> list[Tensor]:
-    """Those among slots that are not all tensors: there is other memory, too."""
-    return [slot for slot in slots if isinstance(slot, Tensor) and slot.requires_grad]
+def _tensors_requiring_grad(slots: Sequence[Any]) -> list[Any]:
+    try:
+        return list(filter(_requires_grad, slots))
+    except AttributeError:  # there is other memory, too
+        return [slot for slot in slots if isinstance(slot, Tensor) and slot.requires_grad]
 
 
 def _checked(meta: Any) -> tuple[int, int, int]:

@@ -97,14 +97,8 @@ class Recorder(Interceptor):
             return None
         run: Any = _current_scope()
         answered = 0 if run.__class__ is Run and run.is_stream else 1  # an item does not answer a stream
-        if slots:
-            if _is_grad_enabled():
-                ids = self._record_send(context, peer.id, slots, answered)
-            else:  # a generator that is suspended inside a no_grad block
-                with torch.enable_grad():
-                    ids = self._record_send(context, peer.id, slots, answered)
-            if ids is not None:
-                return ids
+        if slots and (ids := self._record_send(context, peer.id, slots, answered)) is not None:
+            return ids
         with context.lock:
             context.handlers_answered += answered
         has_left = not context.recvs and self._container.try_to_leave_unused(context, peer.id)
@@ -131,7 +125,12 @@ class Recorder(Interceptor):
         tensors = _tensors_requiring_grad(slots)
         if not tensors:
             return None
-        message_id, stamp = context.record_send(self._container.new_message_id, attach_send(tensors), to, answered)
+        if _is_grad_enabled():
+            node = attach_send(tensors)
+        else:  # a generator that is suspended inside a no_grad block
+            with torch.enable_grad():
+                node = attach_send(tensors)
+        message_id, stamp = context.record_send(self._container.new_message_id, node, to, answered)
         return _pack_ids(context.id, message_id, stamp)
 
     def _record_recv(

@@ -69,7 +69,7 @@ class AutogradService:
         self.container = Container()
         self.recorder = Recorder(self.container, policy)
         self.lifetimes = Lifetimes(self.container, options, context)
-        self.aborts = Aborts(self.container, self.lifetimes, options)
+        self.aborts = Aborts(self.container, self.lifetimes)
         self.threads: ThreadPool
         self.run_policy = RunPolicy()
         self.has_accumulate_hooks: Callable[[Any, Any], bool] = has_accumulate_hooks

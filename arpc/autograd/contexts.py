@@ -33,7 +33,6 @@ _MAX_OF_PEER: Final = 65_536
 """How many contexts one worker may have here that have not ended."""
 
 NO_GRADIENTS: Final[Mapping[Tensor, Tensor]] = MappingProxyType({})
-_NOBODY_TOLD: Final[Mapping[int, Mapping[int, bool]]] = MappingProxyType({})
 
 # What no number of answers makes up for
 ENDLESS: Final = 1 << 62
@@ -75,7 +74,7 @@ class AutogradContext(msgspec.Struct, eq=False):
     """The last of them that failed here, and the worker that is told why by the answer to the parcel that began it."""
     aborts_told: frozenset[int] = frozenset()
     """Those of them that this worker has told others of."""
-    told_early: Mapping[int, Mapping[int, bool]] = _NOBODY_TOLD
+    told_early: dict[int, dict[int, bool]] = {}
     """By pass: who was told that nothing is live here before it was known, and whether they said what is there."""
     sends_used: int = 0
     """How often gradients have come for a message, in all passes."""

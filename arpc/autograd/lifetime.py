@@ -193,9 +193,6 @@ class Lifetimes:
                 context.known_workers.setdefault(caller.id, 0)
         return [context_id for context_id in context_ids if context_id not in contexts]
 
-    def peer_connected(self, peer: WorkerInfo) -> None:
-        """Nothing changes: whether a context still is, is asked and not guessed."""
-
     def peer_disconnected(self, peer: WorkerInfo, *, has_left: bool) -> None:
         if self._is_closed or self.agent.is_closing or peer.id in self._doubtful:
             return

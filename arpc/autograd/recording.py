@@ -79,7 +79,7 @@ class Recorder(Interceptor):
         if self._policy.is_restricted:
             # a worker that may not send gradients may not end the context either, which would be kept for ever
             self._policy.check_message(peer, AutogradGradients)
-        context = self._contexts.get(context_id) or self._container.enter(context_id, peer.id)
+        context = self._container.enter(context_id, peer.id)
         if context is None:
             return  # it ended while the call was on its way
         _set_current(context_id)

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextvars import Context
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
 from torch import Tensor
@@ -52,7 +51,6 @@ __all__ = ["AutogradService"]
 
 _AnswerOfHandler: TypeAlias = "PackedParcel | Coroutine[Any, Any, Any] | None"
 
-_NOBODY: Final[Mapping[int, bool]] = MappingProxyType({})
 _ABORT_S: Final = 5.0
 """How long a pass that has failed waits for the others to hear of it."""
 _REASON_S: Final = 1.0
@@ -106,7 +104,7 @@ class AutogradService:
     # -- told by the agent
 
     def peer_connected(self, peer: WorkerInfo) -> None:
-        self.lifetimes.peer_connected(peer)
+        """Nothing changes: whether a context still is, is asked and not guessed."""
 
     def peer_disconnected(self, peer: WorkerInfo, *, has_left: bool) -> None:
         # passes need not be told: a parcel that is not answered fails them, and so does the loss of their parent
@@ -297,7 +295,7 @@ class AutogradService:
             # written to, and this would be there first.
             return None if caller in context.last_announced_to else pack_parcel(NOTHING_LIVE)
         self.passes_begun += 1
-        exchanged = context.told_early.get(pass_id, _NOBODY)
+        exchanged = context.told_early.get(pass_id)
         engaged = BackwardPass(self, context, heading, deadline, self.threads, caller, exchanged)
         engaged.activity = self._agent.observers.begin_activity("backward", Kind.BACKWARD)
         engaged.receive(caller, parcel, is_engaging=True)

@@ -10,7 +10,6 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -34,7 +33,6 @@ from arpc.ids import WorkerInfo
 
 __all__ = ["Answer", "BackwardPass", "Host", "Threads"]
 
-_NOBODY: Final[Mapping[int, bool]] = MappingProxyType({})
 WALK_NODES: Final = 2000
 """After as many, which take about a millisecond, walking goes on in a thread."""
 
@@ -101,7 +99,7 @@ class BackwardPass(msgspec.Struct, eq=False):
     threads: Threads
     parent: int | None = None
     """The worker whose parcel came first, if this worker did not begin the pass."""
-    exchanged: Mapping[int, bool] = _NOBODY
+    exchanged: Mapping[int, bool] | None = None
     """Workers that were told that nothing is live here, before the context was known; and whether they announced."""
     roots: Sequence[Tensor] = ()
     failure: BaseException | None = None

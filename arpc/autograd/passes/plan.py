@@ -131,24 +131,16 @@ class Plan(msgspec.Struct, eq=False):
                 edge = stack.pop()
                 while (node := edge[0]) is not None:
                     kind = node.__class__
-                    if kind is recv_class:
-                        if node.record.is_hooked:
-                            self._visit_hooked_recv(region, node)
-                        else:
-                            region.recvs[node] = None
+                    if kind is recv_class and not node.record.is_hooked:
+                        region.recvs[node] = region.targets[edge] = None
+                        break
+                    if kind is leaf_class or kind is recv_class:
+                        if node in leaves or self._is_target(region, node):
                             region.targets[edge] = None
                         break
-                    if kind is leaf_class and (node in leaves or self._is_plain_leaf(node)):
-                        region.targets[edge] = None
-                        break
-                    if node in owners:
-                        if owners[node] is not region:
-                            region.touch(owners[node])
-                        break
-                    if kind is leaf_class:
-                        if node.variable.requires_grad:  # or it was frozen since, and gets none
-                            region.targets[edge] = None
-                            owners[node] = region
+                    owner = owners.get(node)
+                    if owner is not None:
+                        region.touch(owner)
                         break
                     owners[node] = region
                     edges = node.next_functions
@@ -165,27 +157,30 @@ class Plan(msgspec.Struct, eq=False):
         if roots is not None:
             self.cutoff = _latest_stamp(region)
 
-    def _visit_hooked_recv(self, region: Region, node: Any) -> None:
-        """A recv node that must see whole gradients is owned, like any other node. It leads on to `ANCHOR` alone."""
+    def _is_target(self, region: Region, node: Any) -> bool:
+        """Visit a leaf, or a recv node with hooks: whether the engine is to be asked for what the region gives to it.
+
+        One that must see whole gradients is owned, like any other node.
+        """
+        is_leaf = node.__class__ is self.leaf_class
+        if is_leaf:
+            leaf = node.variable
+            if not leaf.requires_grad:
+                return False  # it was frozen since
+            if self.has_accumulate_hooks(node, leaf):
+                self.accumulated[node] = leaf
+            if not backward_hooks(leaf):
+                self.leaves[node] = leaf
+                return True
         owner = self.owners.get(node)
         if owner is not None:
             region.touch(owner)
-            return
+            return False
         self.owners[node] = region
-        region.recvs[node] = None
-        region.has_hooked_recvs = True
-
-    def _is_plain_leaf(self, node: Any) -> bool:
-        """Whether the node of a leaf, seen for the first time or with hooks, needs to see no whole gradients."""
-        leaf = node.variable
-        if not leaf.requires_grad:
-            return False
-        if self.has_accumulate_hooks(node, leaf):
-            self.accumulated[node] = leaf
-        if backward_hooks(leaf):
-            return False
-        self.leaves[node] = leaf
-        return True
+        if not is_leaf:  # the engine executes it for `ANCHOR`, which it leads on to
+            region.recvs[node] = None
+            region.has_hooked_recvs = True
+        return is_leaf
 
 
 def _latest_stamp(roots: Region) -> int:

@@ -113,6 +113,15 @@ def test_a_first_parcel_that_is_overtaken_takes_nothing_back():
     assert part.protocol.is_done
 
 
+def test_a_parcel_that_was_received_keeps_no_gradients():
+    x = Leaf()
+    part = Part({1: (1, [x])})
+    parcel = Parcel([(1, ["g"])])
+    part.protocol.received(1, parcel)
+    assert not parcel.gradients
+    assert part.sums.found == {(x, 0): "g"}
+
+
 def test_messages_to_oneself_need_no_parcel():
     x = Leaf()
     part = Part({1: (0, [x]), 2: (0, [Leaf()])}, [Node(recv(1, 0, stamp=1))])

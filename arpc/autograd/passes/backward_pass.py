@@ -422,12 +422,13 @@ class BackwardPass(msgspec.Struct, eq=False):
         if (accumulated := self._accumulated) is not None:
             taken |= {leaf: own(leaf, accumulated[leaf]) for leaf in accumulated}
         # before the end: those of an earlier pass may not fit them any more, which fails this one
-        self.context.commit(self.id, taken, protocol.told)
+        pass_id = self.heading.pass_id
+        self.context.commit(pass_id, taken, protocol.told)
         self._end()
         if (
             self._may_leave
             and self.parent is not None
-            and self.host.container.try_to_leave(self.context, self.id, self.parent)
+            and self.host.container.try_to_leave(self.context, pass_id, self.parent)
         ):
             for_parent = for_parent or Parcel()
             for_parent.leaves = True

@@ -92,13 +92,13 @@ def _dumps_flat(values: tuple[Any, ...] | list[Any]) -> tuple[bytes, list[Slot]]
         return None
     if Tensor not in kinds:
         return _dumps(values, protocol=5), []
-    slots: list[Slot] = [*flat] if len(kinds) == 1 else [value for value in flat if type(value) is Tensor]
+    slots: list[Slot] = [*flat] if len(kinds) == 1 else [value for value in flat if value.__class__ is Tensor]
     count = len(slots)
     if count > 1 and (count > _MAX_CONSTANT or len(set(map(id, slots))) < count):
         return None
     if count == len(flat) and type(flat) is tuple:
         return _pickle_of_tensors(count), slots
-    pickled: Any = [HOLE if type(value) is Tensor else value for value in flat]
+    pickled: Any = [HOLE if value.__class__ is Tensor else value for value in flat]
     if type(flat) is tuple:
         pickled = tuple(pickled)
     if flat is not values:

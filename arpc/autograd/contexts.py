@@ -33,8 +33,6 @@ _MAX_OF_PEER: Final = 65_536
 """How many contexts one worker may have here that have not ended."""
 
 NO_GRADIENTS: Final[Mapping[Tensor, Tensor]] = MappingProxyType({})
-_new_tuple: Final[Any] = tuple.__new__  # a named tuple's own takes three times as long
-_NOBODY_TOLD: Final[Mapping[int, Mapping[int, bool]]] = MappingProxyType({})
 
 # What no number of answers makes up for
 ENDLESS: Final = 1 << 62
@@ -76,7 +74,7 @@ class AutogradContext(msgspec.Struct, eq=False):
     """The last of them that failed here, and the worker that is told why by the answer to the parcel that began it."""
     aborts_told: frozenset[int] = frozenset()
     """Those of them that this worker has told others of."""
-    told_early: Mapping[int, Mapping[int, bool]] = _NOBODY_TOLD
+    told_early: dict[int, dict[int, bool]] = {}
     """By pass: who was told that nothing is live here before it was known, and whether they said what is there."""
     sends_used: int = 0
     """How often gradients have come for a message, in all passes."""
@@ -106,7 +104,7 @@ class AutogradContext(msgspec.Struct, eq=False):
         with self.lock:  # ids grow in the order of the sends
             message_id = new_id()
             self.clock = stamp = self.clock + 1
-            self.sends[message_id] = _new_tuple(Send, (node.next_functions[1:], node, to, stamp))
+            self.sends[message_id] = Send(node.next_functions[1:], node, to, stamp)
             self.handlers_answered += answered
         return message_id, stamp
 
@@ -166,6 +164,22 @@ class AutogradContext(msgspec.Struct, eq=False):
             self.last_pass = -1
 
 
+class Absent(msgspec.Struct, eq=False):
+    """What is remembered of a context that is not here: messages of it may still arrive."""
+
+    has_ended: bool = False
+    """It must not be brought to life again. Nothing else matters then."""
+    left_after: int | None = None
+    """The pass after which this worker was left with nothing of it; -1 if it left with the answer to a call."""
+    told: int = -1
+    """The worker that hears, or has heard, that this one has left."""
+    clock: int = 0
+    failed: frozenset[int] = frozenset()
+    """Passes that have failed, of which news came: what is to begin them may still come."""
+    told_early: dict[int, dict[int, bool]] = {}
+    """See `AutogradContext.told_early`. There is one pass at a time."""
+
+
 class Container:
     """The contexts of one worker."""
 
@@ -183,14 +197,8 @@ class Container:
         """Told of a context that this worker had left, and makes a call in again."""
         self.leaves_unused = True
         """Whether a context that nothing was recorded in is left with the answer to a call."""
-        self._ended: OrderedDict[int, None] = OrderedDict()
-        self._failed_early: OrderedDict[int, frozenset[int]] = OrderedDict()
-        self._told_early: OrderedDict[int, dict[int, dict[int, bool]]] = OrderedDict()
-        self._left: OrderedDict[int, tuple[int, int, int]] = OrderedDict()
-        """Contexts that this worker was left with nothing of: the pass after which, who was told so, and the clock.
-
-        The pass is -1 for those that it left with the answer to a call.
-        """
+        self._absent: OrderedDict[int, Absent] = OrderedDict()
+        """Contexts of other workers, in the order in which this was learned of them."""
         self.identify(worker_id)
 
     def identify(self, worker_id: int) -> None:
@@ -214,19 +222,21 @@ class Container:
         Raises `OverloadedError` if there are too many of that worker.
         """
         context = self.contexts.get(context_id)
-        if context is None and context_id not in self._ended and context_id >> LOCAL_BITS != self.worker_id:
-            if len(self.contexts) >= _MAX_OF_PEER:
-                self._check_number(caller)
-            context = self.contexts[context_id] = AutogradContext(context_id)
-            self.callable[context_id] = None
-            if self._failed_early:
-                context.aborted_passes = self._failed_early.pop(context_id, frozenset())
-            if self._told_early:
-                context.told_early = self._told_early.pop(context_id, _NOBODY_TOLD)
-            if context_id in self._left:
-                context.last_pass, told, context.clock = self._left.pop(context_id)
-                if context.last_pass != -1:
-                    context.last_announced_to = (told,)
+        if context is not None or context_id >> LOCAL_BITS == self.worker_id:
+            return context
+        absent = self._absent.get(context_id)
+        if absent is not None and absent.has_ended:
+            return None
+        if len(self.contexts) >= _MAX_OF_PEER:
+            self._check_number(caller)
+        context = self.contexts[context_id] = AutogradContext(context_id)
+        self.callable[context_id] = None
+        if absent is not None:
+            del self._absent[context_id]
+            context.aborted_passes, context.told_early = absent.failed, absent.told_early
+            context.clock = absent.clock
+            if absent.left_after is not None and absent.left_after != -1:
+                context.last_pass, context.last_announced_to = absent.left_after, (absent.told,)
         return context
 
     def _check_number(self, caller: int) -> None:
@@ -252,7 +262,7 @@ class Container:
             or context.id >> LOCAL_BITS == me
         ):
             return False
-        self._leave(context, (pass_id, told, context.clock))
+        self._leave(context, pass_id, told)
         self.callable.pop(context.id, None)
         return True
 
@@ -276,19 +286,33 @@ class Container:
             or context.id >> LOCAL_BITS == self.worker_id
         ):
             return False
-        self._leave(context, (-1, told, context.clock))
+        self._leave(context, -1, told)
         return True
 
-    def _leave(self, context: AutogradContext, news: tuple[int, int, int]) -> None:
+    def _leave(self, context: AutogradContext, after: int, told: int) -> None:
         del self.contexts[context.id]
-        left = self._left
-        left[context.id] = news
-        if len(left) > _TOMBSTONES:
-            self.callable.pop(left.popitem(last=False)[0], None)
+        self._remember(context.id, Absent(False, after, told, context.clock))
+
+    def _remember(self, context_id: int, absent: Absent) -> None:
+        remembered = self._absent
+        remembered[context_id] = absent
+        remembered.move_to_end(context_id)
+        if len(remembered) > _TOMBSTONES:
+            oldest, _ = remembered.popitem(last=False)
+            self.callable.pop(oldest, None)
+
+    def _absent_one(self, context_id: int) -> Absent | None:
+        """What is remembered of a context of another worker that is not here, to be added to; None if it has ended."""
+        absent = self._absent.get(context_id)
+        if absent is None and context_id >> LOCAL_BITS != self.worker_id:
+            absent = Absent()
+            self._remember(context_id, absent)
+        return None if absent is None or absent.has_ended else absent
 
     def rejoin(self, context_id: int) -> AutogradContext | None:
         """The context of a task that outlives its handler, if this worker has left it with the answer of that."""
-        if self._left.get(context_id, (0,))[0] != -1:
+        absent = self._absent.get(context_id)
+        if absent is None or absent.left_after != -1:
             return None
         context = self.enter(context_id, context_id >> LOCAL_BITS)
         if context is not None:
@@ -297,30 +321,25 @@ class Container:
 
     def has_left(self, context_id: int) -> bool:
         """Whether this worker was left with nothing of a context."""
-        return context_id in self._left
+        absent = self._absent.get(context_id)
+        return absent is not None and absent.left_after is not None
 
     def has_told_that_it_left(self, context_id: int, pass_id: int, told: int) -> bool:
         """Whether it was in that pass, and that worker hears of it, or has."""
-        left = self._left.get(context_id)
-        return left is not None and left[:2] == (pass_id, told)
+        absent = self._absent.get(context_id)
+        return absent is not None and (absent.left_after, absent.told) == (pass_id, told)
 
     def fail_early(self, context_id: int, pass_id: int) -> None:
         """A pass has failed, of a context that is not known here: what is to begin it may still come."""
-        if context_id not in self._ended and context_id >> LOCAL_BITS != self.worker_id:
-            self._failed_early[context_id] = self._failed_early.get(context_id, frozenset()) | {pass_id}
-            if len(self._failed_early) > _TOMBSTONES:
-                self._failed_early.popitem(last=False)
+        if (absent := self._absent_one(context_id)) is not None:
+            absent.failed |= {pass_id}
 
     def tell_early(self, context_id: int, pass_id: int, told: int, *, has_announced: bool) -> None:
         """A worker is told that nothing is live here, of an unknown context: a call may have been overtaken."""
-        if context_id not in self._ended and context_id >> LOCAL_BITS != self.worker_id:
-            passes = self._told_early.setdefault(context_id, {})
-            if pass_id not in passes:
-                passes.clear()  # there is one at a time
-            by_worker = passes.setdefault(pass_id, {})
+        if (absent := self._absent_one(context_id)) is not None:
+            by_worker = absent.told_early.get(pass_id, {})
             by_worker[told] = has_announced or by_worker.get(told, False)
-            if len(self._told_early) > _TOMBSTONES:
-                self._told_early.popitem(last=False)
+            absent.told_early = {pass_id: by_worker}
 
     def find(self, context_id: int) -> AutogradContext:
         """A context by its id. Raises `AutogradError` if it is not known here."""
@@ -334,17 +353,9 @@ class Container:
 
     def remove(self, context_id: int) -> AutogradContext | None:
         """End a context here, once and for all; None if it is not known."""
-        if context_id >> LOCAL_BITS != self.worker_id:  # of its own no message brings one to life
-            ended = self._ended
-            ended[context_id] = None
-            if len(ended) > _TOMBSTONES:
-                ended.popitem(last=False)
-            self._left.pop(context_id, None)
-        if self._failed_early:
-            self._failed_early.pop(context_id, None)
-        if self._told_early:
-            self._told_early.pop(context_id, None)
         self.callable.pop(context_id, None)
+        if context_id >> LOCAL_BITS != self.worker_id:  # of its own no message brings one to life
+            self._remember(context_id, Absent(has_ended=True))
         return self.contexts.pop(context_id, None)
 
 

@@ -7,7 +7,8 @@ they know each other. A worker that lost touch with another asks the creators of
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Coroutine, Iterable
+from collections.abc import Callable, Collection, Coroutine, Iterable
+from contextlib import suppress
 from contextvars import Context
 from typing import Any, Final, TypeVar
 
@@ -20,7 +21,7 @@ from arpc.log import get_logger
 from arpc.options import RpcOptions
 from arpc.wire.messages import AutogradQuery, AutogradRelease, Message
 
-__all__ = ["Lifetimes", "is_hopeless"]
+__all__ = ["Lifetimes"]
 
 logger = get_logger("arpc.autograd")
 
@@ -59,13 +60,35 @@ class Lifetimes:
             future.set_exception(error)
         return future
 
-    def notify(
-        self, message: type[Message], to: int | str, args: tuple[Any, ...], timeout_s: float
-    ) -> asyncio.Future[Any]:
+    def notify(self, message: type[Message], to: int | str, args: tuple[Any, ...]) -> asyncio.Future[Any]:
         """Send a message that nobody need wait for: an error that nobody looks at is no harm. See `request`."""
-        future = self.request(message, to, args, timeout_s)
+        future = self.request(message, to, args, self.attempt_s)
         future.add_done_callback(_look_at)
         return future
+
+    async def repeat(
+        self,
+        attempt: asyncio.Future[Any],
+        message: type[Message],
+        to: int,
+        args: tuple[Any, ...],
+        is_moot: Callable[[], bool] = lambda: False,
+    ) -> bool:
+        """Send a message again until a worker has heard it, or it makes no sense; whether that is so in the end.
+
+        ``attempt`` is that under way, or the last one. ``is_moot`` says that it is for nobody any more.
+        """
+        backoff_s = self._options.control_backoff
+        delays = [backoff_s * _BACKOFF_FACTOR**number for number in range(self._options.control_retries)]
+        # a connection that broke may be there again at once
+        for delay_s in (0.0, *delays):
+            await asyncio.wait([attempt])
+            if _is_settled(attempt) or is_moot():
+                return True
+            await asyncio.sleep(delay_s)
+            attempt = self.notify(message, to, args)
+        await asyncio.wait([attempt])
+        return _is_settled(attempt) or is_moot()
 
     # -- the end of a context
 
@@ -92,31 +115,22 @@ class Lifetimes:
 
     async def tell_all(self, workers: Iterable[int], context_id: int) -> None:
         """Let workers forget a context. Returns once they have, or after a bounded time; see `release`."""
-        told = [(to, self._tell(to, context_id)) for to in workers]
-        late: list[int] = []
-        is_worth_waiting = False
-        cancelled: asyncio.CancelledError | None = None
-        for to, future in told:
-            if cancelled is not None and not future.done():
-                late.append(to)
-                future.add_done_callback(_look_at)
-                continue
-            try:
-                await future
-            except asyncio.CancelledError as error:
-                cancelled = error
-                late.append(to)
-            except (CallError, OSError, ArpcError) as error:
-                if not is_hopeless(error):
-                    late.append(to)
-                    # one that is lost is told when it comes back, if ever
-                    is_worth_waiting |= isinstance(error, RpcTimeoutError)
-        if late and not self._is_closed:
-            again = self.own(self._tell_again(late, context_id))
-            if cancelled is None and is_worth_waiting:
-                await asyncio.wait([again], timeout=_RELEASE_S)
-        if cancelled is not None:
-            raise cancelled
+        told = {to: self._tell(to, context_id) for to in workers}
+        again: list[asyncio.Task[None]] = []
+        try:
+            for future in told.values():
+                with suppress(CallError, OSError, ArpcError):
+                    await future
+        finally:
+            if not self._is_closed:
+                again = [
+                    self.own(self._tell_again(future, to, context_id))
+                    for to, future in told.items()
+                    if not _is_settled(future)
+                ]
+        # one that is lost is told when it comes back, if ever
+        if again and any(isinstance(future.exception(), RpcTimeoutError) for future in told.values()):
+            await asyncio.wait(again, timeout=_RELEASE_S)
 
     def forget(self, context_id: int) -> AutogradContext | None:
         """End a context here."""
@@ -131,21 +145,11 @@ class Lifetimes:
         return context
 
     def _tell(self, to: int, context_id: int) -> asyncio.Future[Any]:
-        return self.notify(AutogradRelease, to, (context_id, self._container.worker_id), self.attempt_s)
+        return self.notify(AutogradRelease, to, (context_id, self._container.worker_id))
 
-    async def _tell_again(self, workers: Iterable[int], context_id: int) -> None:
-        """Tell workers of the end of a context until they have heard, or it is hopeless."""
-        waiting = list(workers)
-        for attempt in range(self._options.control_retries):
-            await asyncio.sleep(self._options.control_backoff * _BACKOFF_FACTOR**attempt)
-            told = {to: self._tell(to, context_id) for to in waiting}
-            for future in told.values():
-                future.add_done_callback(_look_at)
-            await asyncio.wait(told.values())
-            waiting = [to for to, future in told.items() if not _is_settled(future)]
-            if not waiting:
-                return
-        logger.info("workers %s did not hear of the end of autograd context %d", waiting, context_id)
+    async def _tell_again(self, attempt: asyncio.Future[Any], to: int, context_id: int) -> None:
+        if not await self.repeat(attempt, AutogradRelease, to, (context_id, self._container.worker_id)):
+            logger.info("worker %d did not hear of the end of autograd context %d", to, context_id)
 
     def on_release(self, context_id: int, teller: int) -> Coroutine[Any, Any, None] | None:
         """Handler: a context has ended, says a worker."""
@@ -188,9 +192,6 @@ class Lifetimes:
             for context in filter(None, map(contexts.get, context_ids)):
                 context.known_workers.setdefault(caller.id, 0)
         return [context_id for context_id in context_ids if context_id not in contexts]
-
-    def peer_connected(self, peer: WorkerInfo) -> None:
-        """Nothing changes: whether a context still is, is asked and not guessed."""
 
     def peer_disconnected(self, peer: WorkerInfo, *, has_left: bool) -> None:
         if self._is_closed or self.agent.is_closing or peer.id in self._doubtful:
@@ -272,13 +273,9 @@ def _look_at(future: asyncio.Future[Any]) -> None:
         future.exception()
 
 
-def is_hopeless(error: BaseException) -> bool:
+def _is_settled(attempt: asyncio.Future[Any]) -> bool:
     """Whether there is no point in telling the same again."""
+    if not attempt.done() or attempt.cancelled():
+        return False
+    error = attempt.exception()
     return isinstance(error, ShutdownError | UnknownWorkerError) or not isinstance(error, CallError | OSError)
-
-
-def _is_settled(future: asyncio.Future[Any]) -> bool:
-    if future.cancelled():
-        return True
-    error = future.exception()
-    return error is None or is_hopeless(error)

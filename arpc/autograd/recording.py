@@ -37,7 +37,6 @@ _set_current = current_context_id.set
 _current_scope = current_scope.get
 _is_grad_enabled = torch.is_grad_enabled
 _requires_grad = attrgetter("requires_grad")
-_data_of = attrgetter("data")
 
 
 class Recorder(Interceptor):
@@ -80,7 +79,7 @@ class Recorder(Interceptor):
         if self._policy.is_restricted:
             # a worker that may not send gradients may not end the context either, which would be kept for ever
             self._policy.check_message(peer, AutogradGradients)
-        context = self._contexts.get(context_id) or self._container.enter(context_id, peer.id)
+        context = self._container.enter(context_id, peer.id)
         if context is None:
             return  # it ended while the call was on its way
         _set_current(context_id)
@@ -98,14 +97,8 @@ class Recorder(Interceptor):
             return None
         run: Any = _current_scope()
         answered = 0 if run.__class__ is Run and run.is_stream else 1  # an item does not answer a stream
-        if slots:
-            if _is_grad_enabled():
-                ids = self._record_send(context, peer.id, slots, answered)
-            else:  # a generator that is suspended inside a no_grad block
-                with torch.enable_grad():
-                    ids = self._record_send(context, peer.id, slots, answered)
-            if ids is not None:
-                return ids
+        if slots and (ids := self._record_send(context, peer.id, slots, answered)) is not None:
+            return ids
         with context.lock:
             context.handlers_answered += answered
         has_left = not context.recvs and self._container.try_to_leave_unused(context, peer.id)
@@ -129,47 +122,40 @@ class Recorder(Interceptor):
 
     def _record_send(self, context: AutogradContext, to: int, slots: list[Slot], answered: int = 0) -> bytes | None:
         """Record the tensors of a message that require grad; returns what goes with it, None if there are none."""
-        tensors: list[Any]
-        try:
-            tensors = list(filter(_requires_grad, slots))
-        except AttributeError:
-            tensors = _tensors_requiring_grad(slots)
+        tensors = _tensors_requiring_grad(slots)
         if not tensors:
             return None
-        message_id, stamp = context.record_send(self._container.new_message_id, attach_send(tensors), to, answered)
+        if _is_grad_enabled():
+            node = attach_send(tensors)
+        else:  # a generator that is suspended inside a no_grad block
+            with torch.enable_grad():
+                node = attach_send(tensors)
+        message_id, stamp = context.record_send(self._container.new_message_id, node, to, answered)
         return _pack_ids(context.id, message_id, stamp)
 
     def _record_recv(
         self, context: AutogradContext, sender: int, message_id: int, stamp: int, slots: list[Any]
     ) -> None:
         context.receive_stamp(stamp)  # before anybody can use the tensors
-        # `data`: `detach()` would have them share a version counter
-        try:
-            tensors = list(map(_data_of, filter(_requires_grad, slots)))
-        except AttributeError:
-            tensors = list(map(_data_of, _tensors_requiring_grad(slots)))
-        count = len(tensors)
-        if not count:
+        tensors = _tensors_requiring_grad(slots)
+        if not tensors:
             raise ProtocolError("gradients were announced for a message without tensors that require grad")
-        record = RecvRecord(message_id, sender, count, stamp)
+        for tensor in tensors:
+            tensor.requires_grad = False  # as a leaf; from now on it does by its history
+        record = RecvRecord(message_id, sender, len(tensors), stamp)
         if _is_grad_enabled():
             attached = attach_recv(tensors, record)
         else:
             with torch.enable_grad():
                 attached = attach_recv(tensors, record)
         context.recvs[message_id] = attached[0].grad_fn
-        if count == len(slots):
-            slots[:] = attached
-            return
-        remaining = iter(attached)
-        for place, slot in enumerate(slots):
-            if isinstance(slot, Tensor) and slot.requires_grad:
-                slots[place] = next(remaining)
 
 
-def _tensors_requiring_grad(slots: Sequence[Any]) -> list[Tensor]:
-    """Those among slots that are not all tensors: there is other memory, too."""
-    return [slot for slot in slots if isinstance(slot, Tensor) and slot.requires_grad]
+def _tensors_requiring_grad(slots: Sequence[Any]) -> list[Any]:
+    try:
+        return list(filter(_requires_grad, slots))
+    except AttributeError:  # there is other memory, too
+        return [slot for slot in slots if isinstance(slot, Tensor) and slot.requires_grad]
 
 
 def _checked(meta: Any) -> tuple[int, int, int]:

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextvars import Context
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Final, TypeAlias
 
 from torch import Tensor
@@ -21,7 +20,7 @@ from arpc.autograd.contexts import AutogradContext, Container
 from arpc.autograd.engine.accumulate_hooks import has_accumulate_hooks
 from arpc.autograd.engine.run_policy import RunPolicy
 from arpc.autograd.lifetime import Lifetimes
-from arpc.autograd.passes.backward_pass import Answer, BackwardPass, Engagement, Threads
+from arpc.autograd.passes.backward_pass import Answer, BackwardPass, Threads
 from arpc.autograd.passes.messages import (
     NOTHING_LIVE,
     PackedParcel,
@@ -52,8 +51,6 @@ __all__ = ["AutogradService"]
 
 _AnswerOfHandler: TypeAlias = "PackedParcel | Coroutine[Any, Any, Any] | None"
 
-_new_tuple: Final[Any] = tuple.__new__  # a named tuple's own takes three times as long
-_NOBODY: Final[Mapping[int, bool]] = MappingProxyType({})
 _ABORT_S: Final = 5.0
 """How long a pass that has failed waits for the others to hear of it."""
 _REASON_S: Final = 1.0
@@ -70,7 +67,7 @@ class AutogradService:
         self.container = Container()
         self.recorder = Recorder(self.container, policy)
         self.lifetimes = Lifetimes(self.container, options, context)
-        self.aborts = Aborts(self.container, self.lifetimes, options)
+        self.aborts = Aborts(self.container, self.lifetimes)
         self.threads: ThreadPool
         self.run_policy = RunPolicy()
         self.has_accumulate_hooks: Callable[[Any, Any], bool] = has_accumulate_hooks
@@ -107,7 +104,7 @@ class AutogradService:
     # -- told by the agent
 
     def peer_connected(self, peer: WorkerInfo) -> None:
-        self.lifetimes.peer_connected(peer)
+        """Nothing changes: whether a context still is, is asked and not guessed."""
 
     def peer_disconnected(self, peer: WorkerInfo, *, has_left: bool) -> None:
         # passes need not be told: a parcel that is not answered fails them, and so does the loss of their parent
@@ -150,15 +147,10 @@ class AutogradService:
         if context.active_pass is not None:
             raise self._is_under_way(context)
         self.passes_begun += 1
-        started = BackwardPass(
-            self,
-            context,
-            self.container.new_pass_id() if pass_id is None else pass_id,
-            retain_graph=retain_graph,
-            deadline=deadline,
-            roots=roots,
-            threads=threads,
-        )
+        if pass_id is None:
+            pass_id = self.container.new_pass_id()
+        heading = PassHeading(context_id, pass_id, retain_graph)
+        started = BackwardPass(self, context, heading, deadline, threads or self.threads, roots=roots)
         started.activity = self._agent.observers.begin_activity("backward", Kind.BACKWARD)
         started.start()
         try:
@@ -303,14 +295,8 @@ class AutogradService:
             # written to, and this would be there first.
             return None if caller in context.last_announced_to else pack_parcel(NOTHING_LIVE)
         self.passes_begun += 1
-        engaged = BackwardPass(
-            self,
-            context,
-            pass_id,
-            retain_graph=heading.retain_graph,
-            deadline=deadline,
-            engagement=_new_tuple(Engagement, (caller, heading, context.told_early.get(pass_id, _NOBODY))),
-        )
+        exchanged = context.told_early.get(pass_id)
+        engaged = BackwardPass(self, context, heading, deadline, self.threads, caller, exchanged)
         engaged.activity = self._agent.observers.begin_activity("backward", Kind.BACKWARD)
         engaged.receive(caller, parcel, is_engaging=True)
         return self._answer_of(engaged) if engaged.is_over else self._wait_for_answer(engaged, caller)

@@ -132,7 +132,7 @@ class Worker:
     def backward(self, roots: list[Tensor]) -> None:
         edges = [(root.grad_fn, root.output_nr) for root in roots]
         self.part = Part(self, None, None, Plan(self.context.sends, edges))
-        self.part.protocol.enter_roots(edges, [torch.ones_like(root) for root in roots])
+        self.part.protocol.enter_roots([(edge, torch.ones_like(root)) for edge, root in zip(edges, roots, strict=True)])
         self.part.advance()
 
     def on_parcel(self, sender: int, call: int, parcel: Parcel, heading: PassHeading) -> None:

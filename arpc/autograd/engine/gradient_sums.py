@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import repeat
 from operator import is_not
 from sys import getrefcount
 from typing import Any, Final
@@ -53,16 +54,15 @@ class GradientSums(dict[Edge, Tensor]):
 
     def take_recv(self, node: Any, count: int) -> list[Tensor | None] | None:
         """Take out the gradients of the tensors of a recv node; None if there are none."""
-        gradients = [self.pop((node, place), None) for place in range(count)]
+        gradients = [*map(self.pop, zip(repeat(node), range(count)), repeat(None))]
         return gradients if any(map(_is_tensor, gradients)) else None
 
     def take_leaves(self) -> dict[Tensor, Tensor]:
         """Take out the gradients of leaves, each in memory of its own and laid out like its leaf."""
         if not self:
             return {}
-        leaves = [(edge, edge[0].variable) for edge in self]
         # a leaf may have been frozen since
-        taken = {leaf: own(leaf, self[edge]) for edge, leaf in leaves if leaf.requires_grad}
+        taken = {leaf: own(leaf, self[edge]) for edge in self if (leaf := edge[0].variable).requires_grad}
         self.clear()
         return taken
 

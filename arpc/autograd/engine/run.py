@@ -60,7 +60,7 @@ def _watched(plan: Plan) -> Iterator[None]:
 
 def _run_whole(run: Run, retain_graph: bool) -> Captured:
     """Run regions that no edge leaves but to targets."""
-    regions, entering, _ = run
+    regions, entering = run.regions, run.entering
     targets = regions[0].targets
     if len(regions) > 1:
         targets = {edge: None for region in regions for edge in region.targets}

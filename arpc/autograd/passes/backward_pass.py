@@ -10,9 +10,9 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
 from functools import partial
-from types import MappingProxyType
-from typing import Any, Final, NamedTuple, Protocol
+from typing import Any, Final, Protocol
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -25,17 +25,14 @@ from arpc.autograd.engine.gradient_sums import GradientSums, own
 from arpc.autograd.engine.run import run_regions
 from arpc.autograd.engine.run_policy import RunPolicy, extent_of
 from arpc.autograd.failure import node_failure, peer_failure
-from arpc.autograd.passes.messages import Parcel, PassHeading, leaving, unpack_parcel
+from arpc.autograd.passes.messages import Parcel, PassHeading, unpack_parcel
 from arpc.autograd.passes.plan import Edge, Plan, Send
 from arpc.autograd.passes.protocol import PassProtocol
 from arpc.errors import AutogradError, ProtocolError, RpcTimeoutError
 from arpc.ids import WorkerInfo
 
-__all__ = ["BackwardPass", "Engagement", "Host", "Threads"]
+__all__ = ["Answer", "BackwardPass", "Host", "Threads"]
 
-_NOBODY: Final[Mapping[int, bool]] = MappingProxyType({})
-_NO_SUMS: Final = GradientSums()
-"""Those of a pass that is over."""
 WALK_NODES: Final = 2000
 """After as many, which take about a millisecond, walking goes on in a thread."""
 
@@ -68,16 +65,6 @@ class Host(Protocol):
     def name_of(self, worker: int) -> str: ...
 
 
-class Engagement(NamedTuple):
-    """How a worker that did not begin a pass came to take part in it."""
-
-    parent: int
-    """The worker whose parcel came first."""
-    heading: PassHeading
-    exchanged: Mapping[int, bool]
-    """Workers that were told that nothing is live here, before the context was known; and whether they announced."""
-
-
 class Answer(ReplyWaiter):
     """What a worker answers to a parcel. A pass goes on in the read that brings it, without a turn of the loop."""
 
@@ -100,25 +87,39 @@ class Answer(ReplyWaiter):
         return True
 
 
-class BackwardPass:
-    """One pass on one worker."""
+class BackwardPass(msgspec.Struct, eq=False):
+    """One pass on one worker. It begins with either ``roots`` or the parcel of a ``parent``."""
 
+    host: Host
+    context: AutogradContext
+    heading: PassHeading
+    """What requests of this pass say of it."""
+    deadline: float | None
+    """In the loop's time."""
+    threads: Threads
+    parent: int | None = None
+    """The worker whose parcel came first, if this worker did not begin the pass."""
+    exchanged: Mapping[int, bool] | None = None
+    """Workers that were told that nothing is live here, before the context was known; and whether they announced."""
+    roots: Sequence[Tensor] = ()
     failure: BaseException | None = None
-    is_over = False
+    is_over: bool = False
     answer: Parcel | None = None
     """What the answer to the parent carries."""
     abort_told: asyncio.Future[Any] | None = None
     """Done when all workers have heard of the failure."""
     activity: Activity | None = None
     """What observers know of it."""
-    _is_busy = False
+    _variables: Any = msgspec.field(default_factory=copy_context)
+    """The context variables of the code that began it here: hooks see these, whichever read goes on with it."""
+    _is_busy: bool = False
     """A thread walks or runs the graph."""
-    _may_leave = False
+    _may_leave: bool = False
     """The parent has no calls under way, and lets this worker forget the context if nothing of it stays here."""
-    _protocol: PassProtocol | None = None
-    """There is one as soon as the plan is complete."""
-    _plan: Plan | None
+    _plan: Plan | None = None
     """None once the pass has failed."""
+    _protocol: PassProtocol | None = None
+    """There is one as soon as the plan is complete, until the pass has failed."""
     _timer: asyncio.TimerHandle | None = None
     _over: asyncio.Future[None] | None = None
     _result: Any = None
@@ -127,70 +128,36 @@ class BackwardPass:
     """What torch has accumulated at the very end, with hooks; None if it has not."""
     _for_parent: Parcel | None = None
     """What the answer to the parent will carry, while hooks run at the very end."""
-    _roots: Sequence[Edge] = ()
-    _entering: Sequence[Tensor] = ()
+    _entering: Sequence[tuple[Edge, Tensor]] = ()
     """The gradients of the roots."""
-    _inbox: Sequence[tuple[int, Parcel]] = ()
+    _inbox: list[tuple[int, Parcel]] = []
     """Parcels that wait until a thread is back."""
+    _outstanding: dict[Answer, int] = {}
+    """Parcels that were not answered, and the workers they went to."""
+    _calls_before: dict[int, int] = {}
+    """How many calls of the context had been made when a worker was first written to."""
 
-    def __init__(
-        self,
-        host: Host,
-        context: AutogradContext,
-        pass_id: int,
-        *,
-        retain_graph: bool,
-        deadline: float | None,
-        roots: Sequence[Tensor] = (),
-        engagement: Engagement | None = None,
-        threads: Threads | None = None,
-    ) -> None:
-        """It begins with either ``roots`` or an ``engagement``. ``deadline`` is in the loop's time."""
-        self.id = pass_id
-        self.context = context
-        self.retain_graph = retain_graph
-        self.deadline = deadline
-        self.parent = None if engagement is None else engagement.parent
-        self._host = host
-        self._variables = copy_context()
-        """The context variables of the code that began it here: hooks see these, whichever read goes on with it."""
-        self._threads = threads or host.threads
-        self._engagement = engagement
-        if roots:
+    def __post_init__(self) -> None:
+        context = self.context
+        sends: Mapping[int, Send] = context.sends.copy()  # in one step: threads may add to them
+        edges: list[Edge] | None = None
+        if self.parent is None:
             # Before a thread comes to it, people may do something to the roots, and to the list of them
-            self._roots = [(root.grad_fn, root.output_nr) for root in roots]
-            self._entering = list(map(torch.ones_like, roots))
-        self._sums = GradientSums()
-        self._outstanding: dict[Answer, int] = {}
-        """Parcels that were not answered, and the workers they went to."""
-        self._calls_before: dict[int, int] = {}
-        """How many calls of the context had been made when a worker was first written to."""
-        self._plan = self._make_plan()
+            edges = [(root.grad_fn, root.output_nr) for root in self.roots]
+            self._entering = list(zip(edges, map(torch.ones_like, self.roots), strict=True))
+            self.roots = ()
+        elif exchanged := self.exchanged:
+            # What has been sent since then to those that had announced gets nothing in this pass
+            sends = {number: send for number, send in sends.items() if not exchanged.get(send.to)}
+        self._plan = Plan(sends, edges, self.heading.cutoff, self.host.has_accumulate_hooks)
         context.active_pass = self
         if context.running_thread is not None:
             # that of a pass that was ended: in the same graph its nodes would take this one for their own
             self._wait_for_thread(context.running_thread, self._earlier_thread_returned)
 
-    def _make_plan(self) -> Plan:
-        sends: Mapping[int, Send] = self.context.sends.copy()  # in one step: threads may add to them
-        has_hooks = self._host.has_accumulate_hooks
-        engagement = self._engagement
-        if engagement is None:
-            return Plan(sends, self._roots, 0, has_hooks)
-        if exchanged := engagement.exchanged:
-            # What has been sent since then to those that had announced gets nothing in this pass
-            sends = {number: send for number, send in sends.items() if not exchanged.get(send.to)}
-        return Plan(sends, None, engagement.heading.cutoff, has_hooks)
-
     @property
-    def heading(self) -> PassHeading:
-        """What requests of this pass say of it."""
-        failed = self.context.aborted_passes
-        if self._engagement is not None:
-            heading = self._engagement.heading
-            if failed.issubset(heading.failed):
-                return heading
-        return PassHeading(self.context.id, self.id, self.retain_graph, self._plan.cutoff, sorted(failed))  # type: ignore[union-attr]  # it is not over
+    def id(self) -> int:
+        return self.heading.pass_id
 
     # -- what happens to it
 
@@ -205,7 +172,7 @@ class BackwardPass:
         """
         if is_engaging:
             self._may_leave = parcel.leaves
-        self._inbox = (*self._inbox, (sender, parcel))
+        self._inbox.append((sender, parcel))
         return self._advance(None if is_engaging else sender)
 
     @property
@@ -248,19 +215,19 @@ class BackwardPass:
         self._end()
         # an error's traceback leads here, and may be kept for long: forget the graph
         self._protocol = self._plan = None
-        self._roots = self._entering = self._inbox = ()
-        self._sums = _NO_SUMS
+        self._entering = ()
+        self._inbox = []
         self.context.roll_back(self.id, self.parent)
         for future in list(self._outstanding):
             future.cancel()
         if self.parent is None or told_by is not None:
-            self.abort_told = self._host.abort(self.context, self.id, told_by)
+            self.abort_told = self.host.abort(self.context, self.id, told_by)
 
     def cancel(self) -> None:
         """The caller is cancelled, and hears of no success: it is taken back even if it just ended well."""
         if self.is_over and self.failure is None:
             self.context.roll_back(self.id)
-            self.abort_told = self._host.abort(self.context, self.id)
+            self.abort_told = self.host.abort(self.context, self.id)
         else:
             self.fail(AutogradError(f"backward pass {self.id} was cancelled"))
 
@@ -271,26 +238,38 @@ class BackwardPass:
         if self._is_busy or self.is_over:
             return None
         try:
-            if not self._run_ready():
-                return None
-            return self._post(answering)
+            protocol = self._protocol or self._make_protocol()
+            if protocol is not None and self._run_ready(protocol):
+                return self._post(protocol, answering)
         except BaseException as error:  # noqa: BLE001 - whatever nodes and hooks of users raise
             self.fail(self._described(error))
-            return None
+        return None
 
-    def _run_ready(self) -> bool:
-        """Run until nothing is ready; False if a thread has taken over."""
-        plan, protocol = self._plan, self._protocol
+    def _make_protocol(self) -> PassProtocol | None:
+        """Complete the plan, and so know what to do; None if a thread has taken over."""
+        plan, heading, exchanged = self._plan, self.heading, self.exchanged
         assert plan is not None  # it is not over
-        if protocol is None:
-            if not plan.walk(WALK_NODES):
-                self._run_in_thread(partial(_walk_on, plan))
-                return False
-            protocol = self._protocol = self._make_protocol(plan)
-        policy = self._host.run_policy
+        if not plan.walk(WALK_NODES):
+            self._run_in_thread(partial(_walk_on, plan))
+            return None
+        heading.cutoff = plan.cutoff
+        protocol = self._protocol = PassProtocol(
+            self.host.info.id, plan, GradientSums(), heading.pass_id, heading.retain_graph
+        )
+        if exchanged:
+            protocol.told.update(exchanged)
+            protocol.heard.update(worker for worker, has_announced in exchanged.items() if has_announced)
+        if self._entering:
+            protocol.enter_roots(self._entering)
+            self._entering = ()
+        return protocol
+
+    def _run_ready(self, protocol: PassProtocol) -> bool:
+        """Run until nothing is ready; False if a thread has taken over."""
+        plan, policy, retain_graph = protocol.plan, self.host.run_policy, protocol.retain_graph
         while True:
-            if self._inbox:
-                self._open_inbox(protocol)
+            while self._inbox:
+                self._open(protocol, *self._inbox.pop(0))
             run = protocol.next_run()
             if run is None:
                 return True
@@ -299,44 +278,24 @@ class BackwardPass:
                 job = self.activity.step(job)
             extent = extent_of(run, plan)
             if not policy.is_short(extent, run, plan):
-                in_thread = partial(policy.run, extent, job, run, plan, self.retain_graph)
+                in_thread = partial(policy.run, extent, job, run, plan, retain_graph)
                 self._run_in_thread(in_thread, partial(protocol.ran, run))
                 return False
-            protocol.ran(run, policy.run(extent, job, run, plan, self.retain_graph))
+            protocol.ran(run, policy.run(extent, job, run, plan, retain_graph))
 
-    def _make_protocol(self, plan: Plan) -> PassProtocol:
-        exchanged = _NOBODY if self._engagement is None else self._engagement.exchanged
-        protocol = PassProtocol(
-            self._host.info.id,
-            plan,
-            self._sums,
-            self.id,
-            retain_graph=self.retain_graph,
-            told=exchanged,
-            heard=[worker for worker, has_announced in exchanged.items() if has_announced] if exchanged else (),
-        )
-        if self._roots:
-            protocol.enter_roots(self._roots, self._entering)
-            self._roots = self._entering = ()
-        return protocol
-
-    def _open_inbox(self, protocol: PassProtocol) -> None:
-        inbox, self._inbox = self._inbox, ()
-        for sender, parcel in inbox:
-            try:
-                protocol.received(sender, parcel)
-            except KeyError as error:
-                raise AutogradError(
-                    f"worker {self._host.name_of(sender)!r} has gradients for message {error.args[0]} of autograd "
-                    f"context {self.context.id}, of which worker {self._host.info.name!r} has no graph any more. Pass "
-                    f"retain_graph=True to the first of several backward passes"
-                ) from None
+    def _open(self, protocol: PassProtocol, sender: int, parcel: Parcel) -> None:
+        try:
+            protocol.received(sender, parcel)
+        except KeyError as error:
+            raise AutogradError(
+                f"worker {self.host.name_of(sender)!r} has gradients for message {error.args[0]} of autograd "
+                f"context {self.context.id}, of which worker {self.host.info.name!r} has no graph any more. Pass "
+                f"retain_graph=True to the first of several backward passes"
+            ) from None
 
     # -- other workers
 
-    def _post(self, answering: int | None) -> Parcel | None:
-        protocol = self._protocol
-        assert protocol is not None  # something has run
+    def _post(self, protocol: PassProtocol, answering: int | None) -> Parcel | None:
         riding: Parcel | None = None
         for_parent: Parcel | None = None
         for peer, parcel in protocol.post():
@@ -347,7 +306,7 @@ class BackwardPass:
             else:
                 self._send(protocol, peer, parcel)
         if protocol.is_done:
-            self._finish(for_parent)
+            self._finish(protocol, for_parent)
         elif for_parent is not None:
             assert self.parent is not None
             self._send(protocol, self.parent, for_parent)
@@ -356,12 +315,12 @@ class BackwardPass:
     def _send(self, protocol: PassProtocol, to: int, parcel: Parcel) -> None:
         protocol.sent()
         context = self.context
-        if to not in self._calls_before:
-            self._calls_before[to] = context.calls_made
+        self._calls_before.setdefault(to, context.calls_made)
         # a call of this worker that is under way may need what the other would forget
-        if context.calls_made == context.calls_answered:
-            parcel = leaving(parcel)
-        future = self._host.send(self, to, parcel)
+        parcel.leaves = context.calls_made == context.calls_answered
+        if context.aborted_passes:
+            self.heading.failed = sorted(context.aborted_passes)
+        future = self.host.send(self, to, parcel)
         self._outstanding[future] = to
         future.add_done_callback(self._answered, context=self._variables)
 
@@ -372,7 +331,7 @@ class BackwardPass:
         if self.is_over:
             return
         if error is not None:
-            self.fail(peer_failure(error, self._host.info.id, self.context.id, self._host.name_of(peer)))
+            self.fail(peer_failure(error, self.host.info.id, self.context.id, self.host.name_of(peer)))
             return
         assert self._protocol is not None  # it has sent something
         self._protocol.acknowledged()
@@ -385,8 +344,7 @@ class BackwardPass:
                 return
             if parcel.leaves and self.context.calls_made == self._calls_before[peer]:
                 self.context.known_workers.pop(peer, None)  # it need not hear of the context any more, nor of its end
-            self._inbox = (*self._inbox, (peer, parcel))
-            del parcel  # gradients that nobody else has are kept without a copy
+            self._inbox.append((peer, parcel))
         _call_pristine(self._advance)
 
     # -- threads
@@ -398,7 +356,7 @@ class BackwardPass:
             if not self.is_over:  # it may be ended before a thread comes to it
                 self._result = job()
 
-        future = self.context.running_thread = self._threads.call(run)
+        future = self.context.running_thread = self.threads.call(run)
         self._wait_for_thread(future, partial(self._thread_returned, then))
 
     def _wait_for_thread(self, future: asyncio.Future[Any], then: Callable[[asyncio.Future[Any]], None]) -> None:
@@ -448,28 +406,33 @@ class BackwardPass:
 
     # -- the end
 
-    def _finish(self, for_parent: Parcel | None) -> None:
+    def _finish(self, protocol: PassProtocol, for_parent: Parcel | None) -> None:
         """Nothing is left to be run, told or waited for, but for hooks that wait for the very end."""
-        plan = self._plan
-        assert plan is not None  # it is not over
-        if plan.accumulated and self._accumulated is None:
-            edges = [edge for edge in self._sums if edge[0] in plan.accumulated]
+        sums: GradientSums = protocol.sums  # type: ignore[assignment]  # they were made here
+        to_accumulate = protocol.plan.accumulated
+        if to_accumulate and self._accumulated is None:
+            edges = [edge for edge in sums if edge[0] in to_accumulate]
             if edges:
                 self._for_parent = for_parent
-                leaves, sums = [node.variable for node, _ in edges], [self._sums.pop(edge) for edge in edges]
-                self._run_in_thread(partial(accumulate_with_hooks, leaves, sums), self._take_accumulated)
+                leaves, gradients = [node.variable for node, _ in edges], [sums.pop(edge) for edge in edges]
+                self._run_in_thread(partial(accumulate_with_hooks, leaves, gradients), self._take_accumulated)
                 return
         for_parent = for_parent or self._for_parent
-        gradients = self._sums.take_leaves()  # first: what a peer has sent for them may be no gradients
+        taken = sums.take_leaves()  # first: what a peer has sent for them may be no gradients
         if (accumulated := self._accumulated) is not None:
-            gradients |= {leaf: own(leaf, accumulated[leaf]) for leaf in accumulated}
-        assert self._protocol is not None  # it has decided that this is the end
+            taken |= {leaf: own(leaf, accumulated[leaf]) for leaf in accumulated}
         # before the end: those of an earlier pass may not fit them any more, which fails this one
-        self.context.commit(self.id, gradients, self._protocol.told)
+        pass_id = self.heading.pass_id
+        self.context.commit(pass_id, taken, protocol.told)
         self._end()
-        if self.parent is not None:
-            has_left = self._may_leave and self._host.container.try_to_leave(self.context, self.id, self.parent)
-            self.answer = leaving(for_parent or Parcel()) if has_left else for_parent
+        if (
+            self._may_leave
+            and self.parent is not None
+            and self.host.container.try_to_leave(self.context, pass_id, self.parent)
+        ):
+            for_parent = for_parent or Parcel()
+            for_parent.leaves = True
+        self.answer = for_parent
 
     def _take_accumulated(self, accumulated: dict[Tensor, Tensor]) -> None:
         self._accumulated = accumulated
@@ -482,7 +445,7 @@ class BackwardPass:
         if self._protocol is not None:
             used = self._protocol.used
             context.sends_used += len(used)
-            if not self.retain_graph:  # what was gone through is freed
+            if not self.heading.retain_graph:  # what was gone through is freed
                 for message_id in used:
                     context.sends.pop(message_id, None)
         if self._timer is not None:
@@ -493,7 +456,7 @@ class BackwardPass:
 
     def _described(self, error: BaseException) -> BaseException:
         last_begun = None if self._plan is None else self._plan.last_begun
-        return node_failure(error, self._host.info, self.context.id, last_begun)
+        return node_failure(error, self.host.info, self.context.id, last_begun)
 
 
 def _walk_on(plan: Plan) -> None:

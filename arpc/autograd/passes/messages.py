@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import msgspec
 import torch
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from arpc.errors import ProtocolError
 
-__all__ = ["NOTHING_LIVE", "PackedParcel", "Parcel", "PassHeading", "leaving", "pack_parcel", "unpack_parcel"]
+__all__ = ["NOTHING_LIVE", "PackedParcel", "Parcel", "PassHeading", "pack_parcel", "unpack_parcel"]
 
 PackedParcel: TypeAlias = list[Any]
 """A parcel as it travels: bytes with all numbers, then the gradients. It is flat, so that it pickles quickly."""
@@ -21,26 +21,26 @@ _SMALL: Final = 1024
 """Elements that are copied in less time than their strides are packed and unpacked."""
 
 
-class PassHeading(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class PassHeading(msgspec.Struct, array_like=True, gc=False):
     """What every request of a pass says of the pass itself."""
 
     context_id: int
     pass_id: int
     retain_graph: bool
-    cutoff: int
+    cutoff: int = 0
     """See `Plan.cutoff`."""
     failed: list[int] = []
     """Passes of the context that failed, as far as the sender knows: the receiver may not have heard of that."""
 
 
-class Parcel(NamedTuple):
+class Parcel(msgspec.Struct):
     """What one worker tells another in a pass."""
 
-    gradients: Sequence[tuple[int, Sequence[Any]]] = ()
+    gradients: list[tuple[int, Sequence[Any]]] = []
     """By message id of a send of the receiver: a gradient for each of its tensors, None where there is none."""
     is_first: bool = False
     """``ids`` are the receiver's sends that may still get gradients from here. Otherwise they get none."""
-    ids: Sequence[int] = ()
+    ids: list[int] = []
     asks: tuple[int, int] | None = None
     """The sender waits for gradients of so many of its own messages to the receiver, this the latest of them."""
     leaves: bool = False
@@ -58,23 +58,16 @@ Requests have a heading, answers have none.
 """
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder(_Numbers).decode
-_new_tuple: Final[Any] = tuple.__new__  # a named tuple's own takes three times as long
-
-
-def leaving(parcel: Parcel) -> Parcel:
-    """A parcel with `Parcel.leaves` set."""
-    return _new_tuple(Parcel, (*parcel[:4], True))  # type: ignore[no-any-return]
 
 
 def pack_parcel(parcel: Parcel, heading: PassHeading | None = None) -> PackedParcel:
     """Make a parcel ready to travel; a request has a heading."""
-    gradients, is_first, ids, asks, leaves = parcel
     sends: list[tuple[int, int]] = []
     packed: PackedParcel = [b""]
-    for send, tensors in gradients:
+    for send, tensors in parcel.gradients:
         sends.append((send, len(tensors)))
         packed += map(_compact, tensors)
-    packed[0] = _encode((sends, is_first, ids, asks, leaves, heading))
+    packed[0] = _encode((sends, parcel.is_first, parcel.ids, parcel.asks, parcel.leaves, heading))
     return packed
 
 
@@ -96,7 +89,7 @@ def unpack_parcel(packed: PackedParcel) -> tuple[Parcel, PassHeading | None]:
             raise ValueError(f"{len(tensors)} gradients, and {place} were announced")
     except (msgspec.MsgspecError, AttributeError, TypeError, ValueError) as error:
         raise ProtocolError(f"a malformed parcel of gradients: {error}") from error
-    return _new_tuple(Parcel, (gradients, is_first, ids, asks, leaves)), heading
+    return Parcel(gradients, is_first, ids, asks, leaves), heading
 
 
 def _compact(gradient: Any) -> Any:

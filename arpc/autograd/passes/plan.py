@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, Final, NamedTuple, TypeAlias
+from typing import Any, Final, TypeAlias
 
 import msgspec
 
@@ -29,7 +29,7 @@ Edge: TypeAlias = tuple[Any, int]
 _NO_REGIONS: Final[frozenset[Any]] = frozenset()
 
 
-class Send(NamedTuple):
+class Send(msgspec.Struct, eq=False):
     """A message that left this worker with tensors that require grad."""
 
     edges: Sequence[Edge]
@@ -74,79 +74,73 @@ class Region(msgspec.Struct, eq=False):
         other.waits += 1
 
 
-class Plan:
+class Plan(msgspec.Struct, eq=False):
     """The regions of one worker's graph for one pass, in the order of their sends, that of the roots last.
 
     It is complete once `walk` has returned True. A large graph is better walked in a thread, some nodes at a time.
     """
 
+    sends: Mapping[int, Send]
+    """Those of the context, by message id, in their order."""
+    roots: Sequence[Edge] | None = None
+    """None on a worker where the pass did not begin."""
+    cutoff: int = 0
+    """The latest stamp of a message that the roots depend on: no later send gets gradients.
+
+    Found in the walk if there are roots.
+    """
+    has_accumulate_hooks: Callable[[Any, Any], bool] = lambda _node, _leaf: False
+    leaf_class: Any = LeafNode
+    recv_class: Any = RecvNode
+    regions: list[Region] = []
+    owners: dict[Any, Region] = {}
+    """The region of each node that belongs to one."""
+    leaves: dict[Any, Any] = {}
+    """The nodes of leaves without hooks, and the tensors that these are."""
+    accumulated: dict[Any, Any] = {}
+    """Leaves whose gradients torch itself has to accumulate in the end, with hooks, by their nodes."""
     last_begun: Any = None
     """In anomaly mode, the node that torch's engine began last."""
-
-    def __init__(
-        self,
-        sends: Mapping[int, Send],
-        roots: Sequence[Edge] | None = None,
-        cutoff: int = 0,
-        has_accumulate_hooks: Callable[[Any, Any], bool] = lambda _node, _leaf: False,
-        *,
-        leaf_class: type = LeafNode,
-        recv_class: type = RecvNode,
-    ) -> None:
-        """``sends``: those of the context, by message id, in their order. ``cutoff`` counts if there are no roots."""
-        self.regions: list[Region] = []
-        self.owners: dict[Any, Region] = {}
-        """The region of each node that belongs to one."""
-        self.leaves: dict[Any, Any] = {}
-        """The nodes of leaves without hooks, and the tensors that these are."""
-        self.accumulated: dict[Any, Any] = {}
-        """Leaves whose gradients torch itself has to accumulate in the end, with hooks, by their nodes."""
-        self.cutoff = cutoff
-        """The latest stamp of a message that the roots depend on: no later send gets gradients."""
-        self._has_accumulate_hooks = has_accumulate_hooks
-        self._limit = 0
-        parts = [(id_, send, send.edges) for id_, send in sends.items() if roots is not None or send.stamp <= cutoff]
-        self._steps = self._walk(parts, roots, leaf_class, recv_class)
+    _limit: int = 0
+    _steps: Generator[bool, None, None] | None = None
 
     def walk(self, limit: int) -> bool:
         """Visit up to about ``limit`` further nodes; True if all have been visited."""
         self._limit = limit
+        if self._steps is None:
+            self._steps = self._walk()
         return next(self._steps, True)
 
-    def _walk(
-        self, parts: list[Any], roots: Sequence[Edge] | None, leaf_class: Any, recv_class: Any
-    ) -> Generator[bool, None, None]:
+    def _walk(self) -> Generator[bool, None, None]:
         """Visit the nodes of one region after the other. Yields False at each limit of `walk`."""
         # This loop is what a node costs outside of torch's engine, so it does no more than it must
-        owners, leaves, limit, size = self.owners, self.leaves, self._limit, 0
+        owners, leaves, leaf_class, recv_class = self.owners, self.leaves, self.leaf_class, self.recv_class
+        roots, cutoff, limit, size = self.roots, self.cutoff, self._limit, 0
+        parts: list[tuple[int, Send | None, Sequence[Edge]]] = [
+            (number, send, send.edges)
+            for number, send in self.sends.items()
+            if roots is not None or send.stamp <= cutoff
+        ]
         if roots is not None:
             parts.append((-1, None, roots))
         for message_id, send, entrances in parts:
             region = Region(message_id, send, 0 if send is None else 1)
-            self.regions.append(region)
             stack = [*entrances]
+            self.regions.append(region)
             while stack:
                 edge = stack.pop()
                 while (node := edge[0]) is not None:
                     kind = node.__class__
-                    if kind is recv_class:
-                        if node.record.is_hooked:
-                            self._visit_hooked_recv(region, node)
-                        else:
-                            region.recvs[node] = None
+                    if kind is recv_class and not node.record.is_hooked:
+                        region.recvs[node] = region.targets[edge] = None
+                        break
+                    if kind is leaf_class or kind is recv_class:
+                        if node in leaves or self._is_target(region, node):
                             region.targets[edge] = None
                         break
-                    if kind is leaf_class and (node in leaves or self._is_plain_leaf(node)):
-                        region.targets[edge] = None
-                        break
-                    if node in owners:
-                        if owners[node] is not region:
-                            region.touch(owners[node])
-                        break
-                    if kind is leaf_class:
-                        if node.variable.requires_grad:  # or it was frozen since, and gets none
-                            region.targets[edge] = None
-                            owners[node] = region
+                    owner = owners.get(node)
+                    if owner is not None:
+                        region.touch(owner)
                         break
                     owners[node] = region
                     edges = node.next_functions
@@ -163,27 +157,30 @@ class Plan:
         if roots is not None:
             self.cutoff = _latest_stamp(region)
 
-    def _visit_hooked_recv(self, region: Region, node: Any) -> None:
-        """A recv node that must see whole gradients is owned, like any other node. It leads on to `ANCHOR` alone."""
+    def _is_target(self, region: Region, node: Any) -> bool:
+        """Visit a leaf, or a recv node with hooks: whether the engine is to be asked for what the region gives to it.
+
+        One that must see whole gradients is owned, like any other node.
+        """
+        is_leaf = node.__class__ is self.leaf_class
+        if is_leaf:
+            leaf = node.variable
+            if not leaf.requires_grad:
+                return False  # it was frozen since
+            if self.has_accumulate_hooks(node, leaf):
+                self.accumulated[node] = leaf
+            if not backward_hooks(leaf):
+                self.leaves[node] = leaf
+                return True
         owner = self.owners.get(node)
         if owner is not None:
             region.touch(owner)
-            return
+            return False
         self.owners[node] = region
-        region.recvs[node] = None
-        region.has_hooked_recvs = True
-
-    def _is_plain_leaf(self, node: Any) -> bool:
-        """Whether the node of a leaf, seen for the first time or with hooks, needs to see no whole gradients."""
-        leaf = node.variable
-        if not leaf.requires_grad:
-            return False
-        if self._has_accumulate_hooks(node, leaf):
-            self.accumulated[node] = leaf
-        if backward_hooks(leaf):
-            return False
-        self.leaves[node] = leaf
-        return True
+        if not is_leaf:  # the engine executes it for `ANCHOR`, which it leads on to
+            region.recvs[node] = None
+            region.has_hooked_recvs = True
+        return is_leaf
 
 
 def _latest_stamp(roots: Region) -> int:

@@ -23,7 +23,9 @@ backwards, each is resolved.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Final, NamedTuple, Protocol, TypeAlias
+from typing import Any, Final, Protocol, TypeAlias
+
+import msgspec
 
 from arpc.autograd.passes.messages import Parcel
 from arpc.autograd.passes.plan import Edge, Plan, Region
@@ -33,9 +35,6 @@ __all__ = ["Captured", "PassProtocol", "Run", "Sums"]
 
 Captured: TypeAlias = "Iterable[tuple[Edge, Any]]"
 """Gradients that a run computed, by the edges where they were caught; None where there is none."""
-_Letter: TypeAlias = "tuple[list[tuple[int, Sequence[Any]]], list[int]]"
-"""What waits to be told to a worker: gradients of its sends, and sends that get none."""
-_new_tuple: Final[Any] = tuple.__new__  # a named tuple's own takes three times as long
 _FREED: Final = (
     "Trying to backward through the graph a second time, and the first pass has freed it. Pass retain_graph=True to "
     "the first `arpc.autograd.backward`"
@@ -51,7 +50,7 @@ class Sums(Protocol):
         """Take out the gradients of the tensors of a recv node; None if there are none."""
 
 
-class Run(NamedTuple):
+class Run(msgspec.Struct):
     """An instruction: run these regions with these gradients, and say by `PassProtocol.ran` what was captured."""
 
     regions: Sequence[Region]
@@ -60,46 +59,41 @@ class Run(NamedTuple):
     """Edges may lead from these regions into others that must not run yet."""
 
 
-class PassProtocol:
-    """One pass on one worker. Gradients and nodes are opaque: gradients can be added, nodes are keys."""
+class PassProtocol(msgspec.Struct, eq=False):
+    """One pass on one worker. Gradients and nodes are opaque: gradients can be added, nodes are keys.
 
+    ``told`` and ``heard`` have more than nobody at first if workers exchanged first parcels with this one before it
+    knew the context.
+    """
+
+    me: int
+    plan: Plan
+    sums: Sums
+    pass_id: int = 0
+    retain_graph: bool = False
+    told: set[int] = set()
+    """Workers that a first parcel was written to."""
+    heard: set[int] = set()
+    """Workers that a first parcel has come from."""
+    used: list[int] = []
+    """The sends that got gradients."""
+    _ready: list[Region] = []
     _late: Sequence[Region] = ()
     """Regions that could run, and wait for the first of the regions that they lead into."""
+    _counts: dict[Any, int] = {}
+    """For each recv node that may get gradients, how many regions lead to it that have not run."""
+    _unresolved: dict[int, dict[int, Region]] = {}
+    """Sends that wait, by the worker they went to and by message id."""
+    _outbox: dict[int, Parcel] = {}
+    """What is to be told: gradients, and ``ids`` of sends that get none."""
     _asked_by: Sequence[int] = ()
     """Workers that have asked, and are to be told at once what is open here."""
-    _unacknowledged = 0
+    _unacknowledged: int = 0
 
-    def __init__(
-        self,
-        me: int,
-        plan: Plan,
-        sums: Sums,
-        pass_id: int = 0,
-        *,
-        retain_graph: bool = False,
-        told: Iterable[int] = (),
-        heard: Iterable[int] = (),
-    ) -> None:
-        """``told``, ``heard``: workers that exchanged first parcels with this one before it knew the context."""
-        self._me = me
-        self._plan = plan
-        self._sums = sums
-        self._pass_id = pass_id
-        self._retain_graph = retain_graph
-        self.told = set(told)
-        """Workers that a first parcel was written to."""
-        self.used: list[int] = []
-        """The sends that got gradients."""
-        self._heard = set(heard)
-        self._ready: list[Region] = []
-        self._outbox: dict[int, _Letter] = {}
-        self._counts: dict[Any, int] = {}
-        """For each recv node that may get gradients, how many regions lead to it that have not run."""
-        self._unresolved: dict[int, dict[int, Region]] = {}
-        """Sends that wait, by the worker they went to and by message id."""
-        counts, unresolved, cutoff = self._counts, self._unresolved, plan.cutoff
+    def __post_init__(self) -> None:
+        me, counts, unresolved, cutoff = self.me, self._counts, self._unresolved, self.plan.cutoff
         dead: list[Region] = []
-        for region in plan.regions:
+        for region in self.plan.regions:
             for node in region.recvs:
                 counts[node] = counts.get(node, 0) + 1
             send = region.send
@@ -136,19 +130,21 @@ class PassProtocol:
 
     # -- events
 
-    def enter_roots(self, edges: Iterable[Edge], gradients: Iterable[Any]) -> None:
+    def enter_roots(self, entering: Iterable[tuple[Edge, Any]]) -> None:
         """The pass begins here, with these gradients of the roots."""
-        self._feed(self._plan.regions[-1], edges, gradients)
+        self._feed(self.plan.regions[-1], entering)
 
     def received(self, sender: int, parcel: Parcel) -> None:
         """A parcel has come. Raises `KeyError` with a message id for gradients of what is not among the sends."""
-        gradients, is_first, ids, asks, _ = parcel
+        # Taken out: nobody but the sums shall have the gradients that are kept
+        gradients, parcel.gradients = parcel.gradients, []
+        is_first, ids, asks = parcel.is_first, parcel.ids, parcel.asks
         if asks is not None and sender not in self.told:
             count, last = asks
             if sum([message_id <= last for message_id in self._open(sender)]) != count:
                 self._asked_by = (*self._asked_by, sender)
         if is_first:
-            self._heard.add(sender)
+            self.heard.add(sender)
         waiting = self._unresolved.get(sender)
         if waiting is None:
             if gradients:
@@ -166,14 +162,12 @@ class PassProtocol:
 
     def ran(self, run: Run, captured: Captured) -> None:
         """Regions have run."""
-        add = self._sums.add
-        for region in run.regions:
-            region.is_over = True
+        add = self.sums.add
         for edge, gradient in captured:
             if gradient is None:
                 continue
             if run.may_cross:
-                owner = self._plan.owners.get(edge[0])
+                owner = self.plan.owners.get(edge[0])
                 if owner is not None and not owner.is_over:
                     owner.entering.append((edge, gradient))
                     continue
@@ -194,20 +188,17 @@ class PassProtocol:
         """What can run now; None if nothing can before something else happens."""
         while ready := self._ready:
             self._ready = []
+            regions: Sequence[Region] = ready
             may_cross = False
-            if len(ready) == 1 and not ready[0].touches and not self._late:
-                regions: Sequence[Region] = ready  # as most are
-                entering = ready[0].entering
-                ready[0].entering = []
-            else:
+            if len(ready) > 1 or ready[0].touches or self._late:
                 regions, may_cross = self._gather(ready)
-                entering = [entry for region in regions for entry in region.entering]
-                for region in regions:
-                    region.entering = []
-            if entering:
-                return _new_tuple(Run, (regions, entering, may_cross))  # type: ignore[no-any-return]
+            entering: list[tuple[Edge, Any]] = []
             for region in regions:
                 region.is_over = True
+                entering += region.entering
+                region.entering = []
+            if entering:
+                return Run(regions, entering, may_cross)
             self._close(regions)
         return None
 
@@ -247,30 +238,27 @@ class PassProtocol:
 
         To be called when nothing more can run here before something else happens.
         """
-        told, heard = self.told, self._heard
-        if self._asked_by:
-            for peer in self._asked_by:
-                if peer not in told:
-                    self._letter(peer)
-            self._asked_by = ()
+        told, heard = self.told, self.heard
+        for peer in self._asked_by:
+            if peer not in told:
+                self._parcel(peer)
+        self._asked_by = ()
         for peer in self._unresolved:
-            if peer not in told and peer not in heard and peer != self._me:
-                self._letter(peer)
-        posted: list[tuple[int, Parcel]] = []
-        if self._outbox:
-            outbox, self._outbox = self._outbox, {}
-            for peer, (gradients, nones) in outbox.items():
-                if peer in told:
-                    parcel = _new_tuple(Parcel, (gradients, False, nones, None, False))
-                else:
-                    told.add(peer)
-                    parcel = _new_tuple(Parcel, (gradients, True, self._open(peer), self._asks(peer), False))
-                posted.append((peer, parcel))
-        return posted
+            if peer not in told and peer not in heard and peer != self.me:
+                self._parcel(peer)
+        if not self._outbox:
+            return []
+        outbox, self._outbox = self._outbox, {}
+        for peer, parcel in outbox.items():
+            if peer not in told:
+                told.add(peer)
+                # it says what may still get gradients, and so what gets none
+                parcel.is_first, parcel.ids, parcel.asks = True, self._open(peer), self._asks(peer)
+        return list(outbox.items())
 
     def _asks(self, peer: int) -> tuple[int, int] | None:
         waiting = self._unresolved.get(peer)
-        return None if waiting is None or peer in self._heard else (len(waiting), max(waiting))
+        return None if waiting is None or peer in self.heard else (len(waiting), max(waiting))
 
     @property
     def is_done(self) -> bool:
@@ -286,7 +274,7 @@ class PassProtocol:
         assert send is not None  # the roots are no send
         if gradients is not None:
             self.used.append(region.message_id)
-            self._feed(region, send.edges, gradients)
+            self._feed(region, zip(send.edges, gradients, strict=True))
         region.waits -= 1
         if not region.waits:
             self._ready.append(region)
@@ -302,10 +290,10 @@ class PassProtocol:
                 if region is not None:
                     self._resolve(region, None)
 
-    def _feed(self, region: Region, edges: Iterable[Edge], gradients: Iterable[Any]) -> None:
+    def _feed(self, region: Region, entering: Iterable[tuple[Edge, Any]]) -> None:
         """Gradients enter at the edges of the send of a region, or of the roots."""
-        owners, recvs = self._plan.owners, region.recvs
-        for edge, gradient in zip(edges, gradients, strict=True):
+        owners, recvs = self.plan.owners, region.recvs
+        for edge, gradient in entering:
             if gradient is None:
                 continue
             node = edge[0]
@@ -314,7 +302,7 @@ class PassProtocol:
             elif node in recvs and node.record.retains_grad:
                 region.entering.append((edge, gradient))  # the engine writes it to `.grad` where it captures it
             else:
-                self._sums.add(edge, gradient)
+                self.sums.add(edge, gradient)
 
     def _close(self, regions: Iterable[Region]) -> None:
         """Regions are over: answer for recvs that no other region leads to."""
@@ -332,24 +320,25 @@ class PassProtocol:
         """Tell the sender of a message the gradients of its tensors, or that there are none."""
         record = node.record
         sender, message_id = record.sender, record.message_id
-        gradients = self._sums.take_recv(node, record.count)
+        gradients = self.sums.take_recv(node, record.count)
         if gradients is not None:
-            if record.spent_by is not None and record.spent_by != self._pass_id:
+            if record.spent_by is not None and record.spent_by != self.pass_id:
                 raise AutogradError(_FREED)
-            if not self._retain_graph:
-                record.spent_by = self._pass_id
-        if sender == self._me:
+            if not self.retain_graph:
+                record.spent_by = self.pass_id
+        if sender == self.me:
             if gradients is None:
                 self._resolve_none(sender, (message_id,))
             else:
                 self._resolve(self._unresolved[sender].pop(message_id), gradients)
         elif gradients is None:
-            self._letter(sender)[1].append(message_id)
+            self._parcel(sender).ids.append(message_id)
         else:
-            self._letter(sender)[0].append((message_id, gradients))
+            self._parcel(sender).gradients.append((message_id, gradients))
 
-    def _letter(self, peer: int) -> _Letter:
-        letter = self._outbox.get(peer)
-        if letter is None:
-            letter = self._outbox[peer] = ([], [])
-        return letter
+    def _parcel(self, peer: int) -> Parcel:
+        """The next one to a worker."""
+        parcel = self._outbox.get(peer)
+        if parcel is None:
+            parcel = self._outbox[peer] = Parcel()
+        return parcel

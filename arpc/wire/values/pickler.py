@@ -80,23 +80,29 @@ def _pickle_of_tensors(count: int) -> bytes:
     return _dumps((HOLE,) * count, protocol=5, buffer_callback=not_)
 
 
-def _dumps_flat(values: tuple[Any, ...]) -> tuple[bytes, list[Slot]] | None:
-    """Pickle and slots of a tuple of scalars and plain tensors, each another one; None for anything else.
+def _dumps_flat(values: tuple[Any, ...] | list[Any]) -> tuple[bytes, list[Slot]] | None:
+    """Pickle and slots of a tuple or list of scalars and plain tensors, each another one; None for anything else.
 
-    It needs no pickler of arpc's own, because nothing in the tuple holds other objects.
+    It needs no pickler of arpc's own, because nothing in there holds other objects. All of it may be in one list, which
+    is the only argument of a call.
     """
-    kinds = set(map(type, values))
+    flat = values[0] if len(values) == 1 and type(values[0]) is list else values
+    kinds = set(map(type, flat))
     if not kinds <= _FLAT:
         return None
     if Tensor not in kinds:
         return _dumps(values, protocol=5), []
-    slots: list[Slot] = [*values] if len(kinds) == 1 else [value for value in values if type(value) is Tensor]
+    slots: list[Slot] = [*flat] if len(kinds) == 1 else [value for value in flat if value.__class__ is Tensor]
     count = len(slots)
     if count > 1 and (count > _MAX_CONSTANT or len(set(map(id, slots))) < count):
         return None
-    if count == len(values):
+    if count == len(flat) and type(flat) is tuple:
         return _pickle_of_tensors(count), slots
-    pickled = tuple([HOLE if type(value) is Tensor else value for value in values])
+    pickled: Any = [HOLE if value.__class__ is Tensor else value for value in flat]
+    if type(flat) is tuple:
+        pickled = tuple(pickled)
+    if flat is not values:
+        pickled = (pickled,) if type(values) is tuple else [pickled]
     return _dumps(pickled, protocol=5, buffer_callback=not_), slots
 
 
@@ -202,7 +208,7 @@ class Pickler:
             return _A_TENSOR, [value]
         if kind in SCALARS:
             return _dumps(value, protocol=5), []
-        if kind is tuple and (flat := _dumps_flat(value)) is not None:
+        if (kind is tuple or kind is list) and (flat := _dumps_flat(value)) is not None:
             return flat
         return self.dumps(value, main_by_value=main_by_value, to=to)
 

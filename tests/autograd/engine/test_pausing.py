@@ -39,7 +39,7 @@ class LocalPart:
         self.sums = GradientSums()
         self.retains_graph = retain_graph
         self.protocol = PassProtocol(0, plan, self.sums, pass_id, retain_graph=retain_graph)
-        self.protocol.enter_roots(edges, [torch.ones_like(root) for root in roots])
+        self.protocol.enter_roots([(edge, torch.ones_like(root)) for edge, root in zip(edges, roots, strict=True)])
         self.heard: dict[int, Any] = {}
         """Gradients for messages of worker 1, None if there are none."""
         self.open: set[int] | None = None

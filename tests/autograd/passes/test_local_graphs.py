@@ -38,8 +38,8 @@ def passes(monkeypatch) -> list[BackwardPass]:
     made: list[BackwardPass] = []
 
     class Noted(BackwardPass):
-        def __init__(self, *args: Any, **kwargs: Any) -> None:
-            super().__init__(*args, **kwargs)
+        def __post_init__(self) -> None:
+            super().__post_init__()
             made.append(self)
 
     monkeypatch.setattr(service, "BackwardPass", Noted)

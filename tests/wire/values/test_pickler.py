@@ -381,3 +381,22 @@ def test_a_pickle_keeps_nothing_if_its_end_cannot_be_told():
         assert fails(Pickler({Told: reduce}), Told(), call=False)() is None
     finally:
         gc.enable()
+
+
+@pytest.mark.parametrize("make", [list, tuple], ids=["list", "tuple"])
+@pytest.mark.parametrize("is_alone", [True, False], ids=["alone", "in a container"])
+def test_tensors_and_numbers_side_by_side_arrive(make, is_alone):
+    first, second = torch.ones(2), torch.zeros(3)
+    for parts in ([first, second], [b"head", first, None, second, 7], [first, 1, first], [1, "a"], []):
+        value = make(parts)
+        sent = value if is_alone else [value]
+        for found in (
+            loads(*Pickler().dumps_result(sent, main_by_value=False)),
+            loads(*dumps_call(sent))[0],
+        ):
+            inner = found if is_alone else found[0]
+            assert type(inner) is make
+            assert list(map(repr, inner)) == list(map(repr, parts))
+            assert len({id(one) for one in inner if one is not None}) == len(
+                {id(one) for one in parts if one is not None}
+            )

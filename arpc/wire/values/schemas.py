@@ -60,6 +60,8 @@ def _looks_of(slots: Sequence[Any]) -> Hashable | None:
     if PickleBuffer in kinds:
         kinds.remove(PickleBuffer)
         memories = [slot.raw().nbytes if type(slot) is PickleBuffer else -1 for slot in slots]
+        if not kinds:
+            return tuple(memories)
         slots = _tensors_in(slots)
     return (*memories, *[tuple(map(look, slots)) for look in _LOOKS]) if kinds <= _PLAIN else None
 

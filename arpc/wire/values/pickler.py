@@ -56,7 +56,7 @@ __all__ = ["SCALARS", "Parcel", "Pickler", "Reducer", "importable_name", "loads"
 SCALARS: Final = frozenset((int, float, bool, str, bytes, complex, type(None)))
 """Objects of just these types take up no slots, and to pickle them runs no code but the pickler's own."""
 _TENSORS: Final = frozenset((Tensor,))
-_dumps = pickle.dumps
+_dumps, _loads = pickle.dumps, pickle.loads
 _A_TENSOR: Final = _dumps(HOLE, protocol=5, buffer_callback=not_)
 """The pickle of a result that is a tensor."""
 _MAX_CONSTANT: Final = 256
@@ -68,7 +68,8 @@ _MAX_FRAME_BYTES: Final = 1 << 18
 """No frame of a pickle is larger: longer chunks are single texts and bytes of the user's."""
 _CANNOT: Final = (pickle.PicklingError, AttributeError, TypeError)
 """What the pickler in C raises for what has no name. Users' code may raise it as well, and then raises it again."""
-_STACK_GLOBAL: Final = pickle.STACK_GLOBAL
+_STACK_GLOBAL: Final = pickle.STACK_GLOBAL[0]
+"""Of what is pickled by name. An int, because bytes are looked for in bytes only after an error inside of Python."""
 _by_value_modules: Final[Callable[[], set[str]]] = cloudpickle.list_registry_pickle_by_value
 _reduce: Final = methodcaller("__reduce_ex__", 5)
 _HEAP_TYPE: Final = 1 << 9
@@ -417,4 +418,4 @@ def loads(payload: bytes | bytearray | memoryview, slots: list[Any], _sender: Wo
 
     The pickle runs what it names. What peers sent is read by `policy`, of which this is the unrestricted half.
     """
-    return pickle.loads(payload if IS_REGISTERED else spelled_out(payload), buffers=slots)
+    return _loads(payload if IS_REGISTERED else spelled_out(payload), buffers=slots)

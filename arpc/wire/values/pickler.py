@@ -29,6 +29,7 @@ from torch.nn import Parameter
 from arpc.errors import RRefError, SerializationError, WorkerLostError, not_run
 from arpc.ids import WorkerInfo
 from arpc.user_errors import text_of, type_name_of
+from arpc.wire.values.checked_functions import SCALARS
 from arpc.wire.values.packing import Slot
 from arpc.wire.values.reducers import (
     FILL,
@@ -53,8 +54,6 @@ from arpc.wire.values.reducers import (
 
 __all__ = ["SCALARS", "Parcel", "Pickler", "Reducer", "importable_name", "loads"]
 
-SCALARS: Final = frozenset((int, float, bool, str, bytes, complex, type(None)))
-"""Objects of just these types take up no slots, and to pickle them runs no code but the pickler's own."""
 _TENSORS: Final = frozenset((Tensor,))
 _dumps, _loads = pickle.dumps, pickle.loads
 _A_TENSOR: Final = _dumps(HOLE, protocol=5, buffer_callback=not_)

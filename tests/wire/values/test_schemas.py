@@ -236,6 +236,15 @@ def test_what_came_before_is_not_described_again(packer, monkeypatch, make):
                 assert_same(arrived, slot)
 
 
+def test_views_and_dense_tensors_of_one_shape_alternate(packer):
+    for number in range(6):
+        dense = torch.arange(6.0).view(3, 2) + number
+        for tensor in (dense, (torch.arange(6.0) + number).view(2, 3).t(), torch.cat([dense, dense], 1)[:, :2]):
+            (arrived,) = unpacked(packer.pack([tensor]))
+            assert_same(arrived, tensor)
+            assert arrived.stride() == tensor.stride()
+
+
 def test_a_view_whose_memory_was_cut_short_is_refused_although_such_a_view_was_sent_before(packer):
     view = torch.arange(12.0).view(3, 4)[:, 1:3]
     for _ in range(3):

@@ -54,6 +54,8 @@ class Codec:
         """The largest pickle that is sent. Room is left for metadata and for what describes tensors."""
         self._max_body_bytes = max_body_bytes
         self._packer = Packer(min(inline_tensor_bytes, max_body_bytes // 64))
+        self._packer_of_many = Packer(0)
+        """For more small tensors than a body may have: they follow as large ones do."""
         self._placement = placement
         self.knows_devices = placement is not None
         """There is more than the CPU here: tensors may have to be staged."""
@@ -67,7 +69,7 @@ class Codec:
         """
         packed = self._packer.pack(slots, stager)
         if packed.schema.body_bytes + pickle_bytes > self._max_body_bytes:
-            packed = self._packer.pack(slots, stager, 0)  # so many small ones follow as large ones do
+            packed = self._packer_of_many.pack(slots, stager)
             if len(packed.schema.table) + 8 * len(packed.buffers) + pickle_bytes > self._max_body_bytes:
                 raise SerializationError(
                     f"what describes {len(slots)} tensors and the objects around them takes more bytes than are taken, "

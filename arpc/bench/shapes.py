@@ -218,6 +218,8 @@ CALLS: Final = (
     Shape("tensor in, tuple out", "pair", lambda: (_tensor(16),)),
     Shape("tensor in a dict", "echo", lambda: ({"x": _tensor(16), "step": 3},)),
     Shape("16-float numpy array", "echo", lambda: (_tensor(16).numpy(),)),
+    Shape("empty tensor", "echo", lambda: (_tensor(0),)),
+    Shape("transposed tensor", "echo", lambda: (_tensor(4, 8).t(),)),
 )
 CONTAINERS: Final = (
     Shape("list of 10 tensors", "echo", lambda: _list_of(10, 64)),

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
-from math import prod
 from operator import attrgetter, methodcaller
 from typing import Any, Final
 
@@ -62,7 +61,7 @@ def fits_like(examples: Sequence[Tensor]) -> Callable[..., bool]:
 
     It compares class, device, dtype, shape, strides, ``requires_grad`` and the lazy conjugate and negative bits, and
     that no tensor is there twice, as torch's compiler does before it runs compiled code. False proves nothing: another
-    mode of torch may be active, or `TensorGuards` may be off. The examples must be contiguous. They are not kept alive.
+    mode of torch may be active, or `TensorGuards` may be off. The examples must be strided. They are not kept alive.
 
     The function must not be called with nested tensors: torch would abort the process.
     """
@@ -71,16 +70,10 @@ def fits_like(examples: Sequence[Tensor]) -> Callable[..., bool]:
 
 def _guard(examples: Sequence[Tensor]) -> Callable[..., bool]:
     sizes = [[*example.shape] for example in examples]
-    strides = [_contiguous(size) for size in sizes]
+    strides = [[*example.stride()] for example in examples]
     guards: Any = torch._C._dynamo.guards.TensorGuards
     check: Callable[..., bool] = guards(*examples, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     return check
-
-
-def _contiguous(sizes: Sequence[int]) -> list[int]:
-    """The strides of a contiguous tensor, computed: to make one is an operation that modes and profilers would see."""
-    following = [max(size, 1) for size in sizes[1:]]
-    return [prod(following[place:]) for place in range(len(sizes))]
 
 
 def _guards_are_reliable() -> bool:

@@ -1,16 +1,15 @@
-"""What two workers say to each other: `MessageType`, and one small class per message.
+"""What two workers say to each other: `MessageType`, and one class per message.
 
 All messages share one shape, so that reading a frame is one call of a class: an ``id`` (of the call, the stream or the
-ping), one number ``arg`` and the packed content. Each class says what it means by them.
+ping), one number ``arg`` and the packed content.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from enum import IntEnum
 from types import MappingProxyType
-from typing import TYPE_CHECKING, ClassVar, Final
+from typing import TYPE_CHECKING, ClassVar, Final, cast
 
 import msgspec
 
@@ -66,52 +65,112 @@ __all__ = [
 
 
 class MessageType(IntEnum):
-    """The type byte of a frame. Values are part of the wire format: never reuse one."""
+    """The type byte of a frame, and what each message means. Values are part of the wire format: never reuse one.
 
+    Each type has a class, named as the type is, whose ``id`` and ``arg`` are those that are spoken of here.
+    """
+
+    # handshake: the body is msgpack, see wire.handshake
     HELLO = 1
+    """The side that connected says who it is. ``arg``: the newest protocol version it speaks."""
     CHALLENGE = 2
+    """The other side says who it is, and proves itself. ``arg``: the version both will speak."""
     PROOF = 3
+    """The side that connected proves itself."""
     WELCOME = 4
+    """The connection is open."""
     REFUSE = 5
+    """The connection will not be; the body is the reason, ``arg`` a `Refusal`."""
+
+    # the connection itself
     DATA = 8
+    """Bytes for the next buffer of an earlier frame. ``id``: which frame, counted from 0."""
     DROP_DATA = 9
+    """No more bytes will come for frame ``id``; forget it."""
     PING = 10
+    """Are you there? To be answered with the same ``id``."""
     PONG = 11
+    """Yes."""
     GOODBYE = 12
+    """The sender closes on purpose; the body says why."""
+
+    # shared memory, see transport.shm
     ARENA = 13
+    """Where the sender's shared memory is, or what became of the receiver's; ``flags`` is an `ArenaFlag`."""
     LENT = 14
+    """The large tensors of frame ``id`` lie in the sender's shared memory, at the offsets in the body."""
     FREED = 15
+    """``arg`` more LENT messages were read, and the loans at the offsets in the body have ended."""
+
+    # calls
     FUNCTION = 16
+    """From now on ``arg`` means the function in the payload."""
     REQUEST = 17
+    """Run function ``arg`` (0: the one in the payload) as call ``id`` within ``timeout_ms`` (0: no limit)."""
     REPLY = 18
+    """Call ``id`` returned what is in the payload, or None if that is empty."""
     FAILURE = 19
+    """Call ``id`` raised what is in the payload; ``flags`` is a `FailureKind`.
+
+    ``arg``: how many items a stream had before.
+    """
     CANCEL = 20
+    """The caller no longer wants call ``id``."""
     SCHEMA = 21
+    """From now on ``arg`` means the layout of tensors in the body, see `wire.values.schemas`."""
     ITEM = 24
+    """An item of stream ``id``.
+
+    ``arg``: its place, counted from 0, because one with large tensors is overtaken by others.
+    """
     CREDIT = 25
+    """Stream ``id`` may send ``arg`` more items."""
+
+    # remote references: requests of their own, answered like calls; see rref.context for what is in them
     RREF_CREATE = 32
+    """Run function ``arg``, as a `Request` does, and keep what it returns under an id that the sender chose.
+
+    The metadata has it, see `rref.create_on_owner.pack_label`.
+    """
     RREF_FETCH = 33
+    """Send the value of an RRef, once it is there."""
     RREF_FORK_REQUEST = 34
+    """To an owner, from users that received forks of its RRefs from other users: count us."""
     RREF_CHILD_ACCEPT = 35
+    """To the worker that sent forks: their owners count them, you need not keep yours for them any longer."""
     RREF_USER_DELETE = 36
+    """To an owner: these forks have ended."""
     RREF_FORK_QUERY = 37
+    """To a worker that forks were sent to, and that is silent since: did they arrive? If not, they never shall."""
     RREF_CREATION_FAILED = 38
+    """To an owner, from the worker that wanted values created: their creations were given up. Run none that is late."""
     RREF_CREATION_QUERY = 39
+    """To a worker whose creations are awaited by others, and do not arrive: say which are not on their way."""
+
+    # distributed autograd: requests of their own, answered like calls; see autograd.service for what is in them
     AUTOGRAD_GRADIENTS = 40
+    """Gradients of tensors that the receiver sent in a context's forward, for one backward pass."""
     AUTOGRAD_ABORT = 41
+    """A backward pass has failed: forget what it computed, and tell those you know."""
     AUTOGRAD_RELEASE = 42
+    """A context has ended: forget it, and tell those you know."""
     AUTOGRAD_QUERY = 43
+    """To the creator of contexts, from a worker that may have missed their end: tell which have ended."""
     AUTOGRAD_BACKWARD = 44
+    """To the owner of an RRef: run a backward pass from its value."""
+
+    # profiling: a request of its own, answered like a call; see profiler.tracer for what is in it
     PROFILER_CONTROL = 48
+    """Record, tell the time, or hand over what was recorded."""
+
+    # looking at workers: a call each
     INSPECT = 56
-
-
-_WORDS: Final = re.compile(r"(?<=[a-z])(?=[A-Z])")
+    """Tell what this worker does, or what the group does: counters, or what waits."""
 
 
 # Nothing that a message refers to can refer back to it, so the garbage collector need not follow them: many may wait.
 class Message(msgspec.Struct, gc=False):
-    """The common shape; see the class docstrings for what ``id`` and ``arg`` mean. A class is named as its type is.
+    """The common shape; see `MessageType` for what ``id`` and ``arg`` mean.
 
     ``body`` is what follows the header: small tensors, then metadata from ``meta_start``, then the pickle from
     ``meta_end`` on. ``layout`` says how the tensors are laid out, None if there are none. ``buffers`` holds the large
@@ -119,10 +178,6 @@ class Message(msgspec.Struct, gc=False):
     """
 
     type: ClassVar[MessageType]
-
-    def __init_subclass__(cls) -> None:
-        super().__init_subclass__()
-        cls.type = MessageType[_WORDS.sub("_", cls.__name__).upper()]
 
     flags: int
     id: int
@@ -153,181 +208,48 @@ class Message(msgspec.Struct, gc=False):
         return size
 
 
-# -- handshake: the body is msgpack, see wire.handshake
-
-
-class Hello(Message):
-    """The side that connected says who it is. ``arg``: the newest protocol version it speaks."""
-
-
-class Challenge(Message):
-    """The other side says who it is, and proves itself. ``arg``: the version both will speak."""
-
-
-class Proof(Message):
-    """The side that connected proves itself."""
-
-
-class Welcome(Message):
-    """The connection is open."""
-
-
-class Refuse(Message):
-    """The connection will not be; the body is the reason, ``arg`` a `Refusal`."""
-
-
-# -- the connection itself
-
-
-class Data(Message):
-    """Bytes for the next buffer of an earlier frame. ``id``: which frame, counted from 0."""
-
-
-class DropData(Message):
-    """No more bytes will come for frame ``id``; forget it."""
-
-
-class Ping(Message):
-    """Are you there? To be answered with the same ``id``."""
-
-
-class Pong(Message):
-    """Yes."""
-
-
-class Goodbye(Message):
-    """The sender closes on purpose; the body says why."""
-
-
-# -- shared memory, see transport.shm
-
-
-class Arena(Message):
-    """Where the sender's shared memory is, or what became of the receiver's; ``flags`` is an `ArenaFlag`."""
-
-
-class Lent(Message):
-    """The large tensors of frame ``id`` lie in the sender's shared memory, at the offsets in the body."""
-
-
-class Freed(Message):
-    """``arg`` more LENT messages were read, and the loans at the offsets in the body have ended."""
-
-
-# -- calls
-
-
-class Function(Message):
-    """From now on ``arg`` means the function in the payload."""
-
-
-class Request(Message):
-    """Run function ``arg`` (0: the one in the payload) as call ``id`` within ``timeout_ms`` (0: no limit)."""
-
-
-class Reply(Message):
-    """Call ``id`` returned what is in the payload, or None if that is empty."""
-
-
-class Failure(Message):
-    """Call ``id`` raised what is in the payload; ``flags`` is a `FailureKind`.
-
-    ``arg``: how many items a stream had before.
-    """
-
-
-class Cancel(Message):
-    """The caller no longer wants call ``id``."""
-
-
-class Schema(Message):
-    """From now on ``arg`` means the layout of tensors in the body, see `wire.values.schemas`."""
-
-
-class Item(Message):
-    """An item of stream ``id``.
-
-    ``arg``: its place, counted from 0, because one with large tensors is overtaken by others.
-    """
-
-
-class Credit(Message):
-    """Stream ``id`` may send ``arg`` more items."""
-
-
-# -- remote references: requests of their own, answered like calls; see rref.context for what is in them
-
-
-class RRefCreate(Message):
-    """Run function ``arg``, as a `Request` does, and keep what it returns under an id that the sender chose.
-
-    The metadata has it, see `rref.create_on_owner.pack_label`.
-    """
-
-
-class RRefFetch(Message):
-    """Send the value of an RRef, once it is there."""
-
-
-class RRefForkRequest(Message):
-    """To an owner, from users that received forks of its RRefs from other users: count us."""
-
-
-class RRefChildAccept(Message):
-    """To the worker that sent forks: their owners count them, you need not keep yours for them any longer."""
-
-
-class RRefUserDelete(Message):
-    """To an owner: these forks have ended."""
-
-
-class RRefForkQuery(Message):
-    """To a worker that forks were sent to, and that is silent since: did they arrive? If not, they never shall."""
-
-
-class RRefCreationFailed(Message):
-    """To an owner, from the worker that wanted values created: their creations were given up. Run none that is late."""
-
-
-class RRefCreationQuery(Message):
-    """To a worker whose creations are awaited by others, and do not arrive: say which are not on their way."""
-
-
-# -- distributed autograd: requests of their own, answered like calls; see autograd.service for what is in them
-
-
-class AutogradGradients(Message):
-    """Gradients of tensors that the receiver sent in a context's forward, for one backward pass."""
-
-
-class AutogradAbort(Message):
-    """A backward pass has failed: forget what it computed, and tell those you know."""
-
-
-class AutogradRelease(Message):
-    """A context has ended: forget it, and tell those you know."""
-
-
-class AutogradQuery(Message):
-    """To the creator of contexts, from a worker that may have missed their end: tell which have ended."""
-
-
-class AutogradBackward(Message):
-    """To the owner of an RRef: run a backward pass from its value."""
-
-
-# -- profiling: a request of its own, answered like a call; see profiler.tracer for what is in it
-
-
-class ProfilerControl(Message):
-    """Record, tell the time, or hand over what was recorded."""
-
-
-# -- looking at workers: a call each
-
-
-class Inspect(Message):
-    """Tell what this worker does, or what the group does: counters, or what waits."""
+def _class_of(type_: MessageType) -> type[Message]:
+    name = "".join("RRef" if word == "RREF" else word.capitalize() for word in type_.name.split("_"))
+    made = msgspec.defstruct(name, (), bases=(Message,), module=__name__, namespace={"type": type_}, gc=False)
+    return cast("type[Message]", made)
+
+
+Hello: Final = _class_of(MessageType.HELLO)
+Challenge: Final = _class_of(MessageType.CHALLENGE)
+Proof: Final = _class_of(MessageType.PROOF)
+Welcome: Final = _class_of(MessageType.WELCOME)
+Refuse: Final = _class_of(MessageType.REFUSE)
+Data: Final = _class_of(MessageType.DATA)
+DropData: Final = _class_of(MessageType.DROP_DATA)
+Ping: Final = _class_of(MessageType.PING)
+Pong: Final = _class_of(MessageType.PONG)
+Goodbye: Final = _class_of(MessageType.GOODBYE)
+Arena: Final = _class_of(MessageType.ARENA)
+Lent: Final = _class_of(MessageType.LENT)
+Freed: Final = _class_of(MessageType.FREED)
+Function: Final = _class_of(MessageType.FUNCTION)
+Request: Final = _class_of(MessageType.REQUEST)
+Reply: Final = _class_of(MessageType.REPLY)
+Failure: Final = _class_of(MessageType.FAILURE)
+Cancel: Final = _class_of(MessageType.CANCEL)
+Schema: Final = _class_of(MessageType.SCHEMA)
+Item: Final = _class_of(MessageType.ITEM)
+Credit: Final = _class_of(MessageType.CREDIT)
+RRefCreate: Final = _class_of(MessageType.RREF_CREATE)
+RRefFetch: Final = _class_of(MessageType.RREF_FETCH)
+RRefForkRequest: Final = _class_of(MessageType.RREF_FORK_REQUEST)
+RRefChildAccept: Final = _class_of(MessageType.RREF_CHILD_ACCEPT)
+RRefUserDelete: Final = _class_of(MessageType.RREF_USER_DELETE)
+RRefForkQuery: Final = _class_of(MessageType.RREF_FORK_QUERY)
+RRefCreationFailed: Final = _class_of(MessageType.RREF_CREATION_FAILED)
+RRefCreationQuery: Final = _class_of(MessageType.RREF_CREATION_QUERY)
+AutogradGradients: Final = _class_of(MessageType.AUTOGRAD_GRADIENTS)
+AutogradAbort: Final = _class_of(MessageType.AUTOGRAD_ABORT)
+AutogradRelease: Final = _class_of(MessageType.AUTOGRAD_RELEASE)
+AutogradQuery: Final = _class_of(MessageType.AUTOGRAD_QUERY)
+AutogradBackward: Final = _class_of(MessageType.AUTOGRAD_BACKWARD)
+ProfilerControl: Final = _class_of(MessageType.PROFILER_CONTROL)
+Inspect: Final = _class_of(MessageType.INSPECT)
 
 
 class ArenaFlag:

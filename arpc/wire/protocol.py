@@ -194,11 +194,10 @@ class Protocol:
                     if not is_whole:
                         break
                     continue
-                body = self.buffer[body_start:stop]
+                message = cls(flags, id_, arg, timeout_ms, self.buffer[body_start:stop])
                 if schema or meta_size:
-                    messages.append(self._message(cls, flags, id_, arg, timeout_ms, 0, meta_size, schema, body))
-                else:
-                    messages.append(cls(flags, id_, arg, timeout_ms, body))
+                    self._find_parts(message, schema, meta_size, 0)
+                messages.append(message)
                 start = stop
         except HandshakeError as error:
             self._answer(self._handshake.farewell(error))
@@ -252,30 +251,19 @@ class Protocol:
 
     # -- frames
 
-    def _message(
-        self,
-        cls: type[Message],
-        flags: int,
-        id_: int,
-        arg: int,
-        timeout_ms: int,
-        n_buffers: int,
-        meta_size: int,
-        schema: int,
-        body: bytearray | memoryview,
-    ) -> Message:
-        """A message with tensors or metadata. The memory of its large tensors comes later."""
-        layout: Layout | None = None
-        meta_start = 8 * n_buffers
+    def _find_parts(self, message: Message, schema: int, meta_size: int, n_buffers: int) -> None:
+        """Find where the parts of a body are that has tensors or metadata. Memory for large tensors comes later."""
+        start = 8 * n_buffers
         if schema:
             layout = self._layouts.get(schema)
             if layout is None:
-                layout, body = self._split_one_off(schema, body)
-            meta_start += layout.inline_bytes
-        meta_end = meta_start + meta_size
-        if meta_end > len(body) or meta_size > self._limits.header_bytes:
+                layout, message.body = self._split_one_off(schema, message.body)
+            message.layout = layout
+            start += layout.inline_bytes
+        message.meta_start = start
+        message.meta_end = end = start + meta_size
+        if end > len(message.body) or meta_size > self._limits.header_bytes:
             raise ProtocolError("the parts of a frame are longer than the frame, or than the limit")
-        return cls(flags, id_, arg, timeout_ms, body, layout, meta_start, meta_end)
 
     def _parse_special(self, start: int, end: int, messages: list[Message]) -> tuple[int, int, bool]:
         """Take a frame that is no small message of an open connection, or is not complete.
@@ -304,8 +292,8 @@ class Protocol:
     def _receive_frame(self, header: Header, body: bytearray, messages: list[Message]) -> None:
         """Take a whole frame of any type but DATA."""
         _, type_, flags, n_buffers, id_, arg, timeout_ms, meta_size, schema = header
-        cls = MESSAGE_CLASSES[type_]
-        message = self._message(cls, flags, id_, arg, timeout_ms, n_buffers, meta_size, schema, body)
+        message = MESSAGE_CLASSES[type_](flags, id_, arg, timeout_ms, body)
+        self._find_parts(message, schema, meta_size, n_buffers)
         self._receive_special(message, n_buffers, messages)
 
     # -- schemas

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import ast
 import gc
 import inspect
+import pickle
+import textwrap
 
 import pytest
 
@@ -33,14 +36,24 @@ def test_reasons_of_a_refusal_travel_as_numbers():
     assert [Refusal(int(reason)) for reason in Refusal] == list(Refusal)
 
 
+def test_every_type_says_what_it_means():
+    (members,) = ast.parse(textwrap.dedent(inspect.getsource(MessageType))).body
+    assert isinstance(members, ast.ClassDef)
+    for member, following in zip(members.body, [*members.body[1:], None], strict=True):
+        if isinstance(member, ast.Assign):
+            assert isinstance(following, ast.Expr), ast.unparse(member)
+
+
 @pytest.mark.parametrize("cls", sorted(classes_of_the_module(), key=lambda cls: cls.type))
-def test_every_class_says_what_it_means(cls):
-    assert cls.__doc__
-    assert cls.__doc__ != Message.__doc__
+def test_every_class_is_offered_under_the_name_of_its_type(cls):
+    assert getattr(messages, cls.__name__) is cls
     assert cls.__name__ in messages.__all__
+    assert cls.type.name.replace("_", "").lower() == cls.__name__.lower()
+    assert not gc.is_tracked(cls(0, 1, 2, 3, b""))
+    assert pickle.loads(pickle.dumps(cls)) is cls
 
 
-def request(body: bytes = b"", buffers: tuple[memoryview, ...] = (), ends: tuple[int, int] = (0, 0)) -> Request:
+def request(body: bytes = b"", buffers: tuple[memoryview, ...] = (), ends: tuple[int, int] = (0, 0)) -> Message:
     meta_start, meta_end = ends
     return Request(0, 1, 2, 3, bytearray(body), None, meta_start, meta_end, buffers)
 

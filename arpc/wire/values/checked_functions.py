@@ -36,6 +36,7 @@ __all__ = [
 ]
 
 SCALARS: Final = frozenset((int, float, complex, bool, str, bytes, type(None)))
+"""Objects of just these types take up no slots, and to pickle them runs no code but the pickler's own."""
 _MAX_PLAIN_ITEMS: Final = 1000
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import io
 from collections.abc import Callable, Sequence
 from pickle import PickleBuffer
-from typing import Any, Final, NamedTuple
+from typing import Final
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ from arpc.wire.values.table import (
     encode_table,
 )
 
-__all__ = ["LITTLE_BYTES", "Description", "Slot", "describe", "is_dense"]
+__all__ = ["LITTLE_BYTES", "Description", "Slot"]
 
 Slot = Tensor | PickleBuffer
 """What fills a hole of a pickle: a tensor, or another object's memory (a numpy array's, say)."""
@@ -44,79 +44,59 @@ LITTLE_BYTES: Final = 8 * 1024
 """To send so many bytes that nobody asked for costs less than to copy those that somebody did."""
 
 
-class Description(NamedTuple):
-    """The tensors of one message: the table that describes them, and their memory."""
+class Description:
+    """The tensors of one message: the table that describes them, and their memory.
 
-    table: bytes
-    inline_bytes: int
-    parts: list[bytes]
-    """Memory of the inline tensors, in order, each padded."""
-    buffers: list[memoryview]
-    waits: Sequence[Callable[[], None]]
-    """To be called, in a thread, before the buffers are read: they are being filled from devices."""
-    is_plain: bool
-    """All are dense tensors in memory of their own."""
-
-
-def describe(slots: Sequence[Slot], inline_limit: int, stager: Stager | None = None) -> Description:
-    """Describe the slots of one message and collect their memory, without copying what is larger than the limit.
-
-    The stager takes care of tensors that are not in host memory, here or there. Without one they cannot travel.
+    What is larger than the limit is not copied. The stager takes care of tensors that are not in host memory, here or
+    there. Without one they cannot travel.
 
     Raises `SerializationError` for a tensor that cannot travel.
     """
-    if len(slots) > MAX_ROWS:
-        raise SerializationError(f"a message may have at most {MAX_ROWS} tensors: send them in parts, or stack them")
-    describer = _Describer(inline_limit, stager)
-    stays = stager is None or not stager.moves_host_memory
-    spans = shared_spans(slots) if stays and len(slots) > 1 else {}
-    rows = [describer.row(slot, spans.get(position), stays) for position, slot in enumerate(slots)]
-    codes, sources, shapes = zip(*rows, strict=True) if rows else ((), (), ())
-    buffers, entries = describer.buffers, describer.entries
-    if len(buffers) > MAX_BUFFERS:
-        raise SerializationError(f"a message may have at most {MAX_BUFFERS} large tensors: send it in parts")
-    if (most := max(map(len, [*shapes, *(entry.shape for entry in entries)]), default=0)) > MAX_DIMENSIONS:
-        raise SerializationError(f"a tensor of {most} dimensions cannot be sent: it may have at most {MAX_DIMENSIONS}")
-    inline_bytes = describer.inline_bytes
-    table = encode_table((inline_bytes, bytes(codes), sources, shapes, entries))
-    is_plain = not entries and Code.BYTES not in codes
-    return Description(table, inline_bytes, describer.parts, buffers, describer.waits, is_plain)
 
-
-def is_dense(tensor: Any) -> bool:
-    """Whether the memory of a tensor is what it stands for, element by element."""
-    return (
-        tensor.layout is torch.strided
-        and tensor.is_contiguous()
-        and not tensor.is_neg()
-        and not (tensor.is_complex() and tensor.is_conj())
-    )
-
-
-class _Describer:
-    """Describes the slots of one message, and collects their memory."""
-
-    def __init__(self, inline_limit: int, stager: Stager | None) -> None:
-        self.entries: list[Entry] = []
-        self.waits: list[Callable[[], None]] = []
+    def __init__(self, slots: Sequence[Slot], inline_limit: int, stager: Stager | None = None) -> None:
+        if len(slots) > MAX_ROWS:
+            raise SerializationError(
+                f"a message may have at most {MAX_ROWS} tensors: send them in parts, or stack them"
+            )
         self.inline_bytes = 0
         self.parts: list[bytes] = []
+        """Memory of the inline tensors, in order, each padded."""
         self.buffers: list[memoryview] = []
+        self.waits: list[Callable[[], None]] = []
+        """To be called, in a thread, before the buffers are read: they are being filled from devices."""
+        self._spans: list[int] = []
+        self._entries: list[Entry] = []
         self._stager = stager
         self._inline_limit = inline_limit
+        stays = stager is None or not stager.moves_host_memory
+        shared = shared_spans(slots) if stays and len(slots) > 1 else {}
+        rows = [self._row(slot, shared.get(position), stays) for position, slot in enumerate(slots)]
+        codes, sources, shapes = zip(*rows, strict=True) if rows else ((), (), ())
+        entries = self._entries
+        if len(self.buffers) > MAX_BUFFERS:
+            raise SerializationError(f"a message may have at most {MAX_BUFFERS} large tensors: send it in parts")
+        if (most := max(map(len, [*shapes, *(entry.shape for entry in entries)]), default=0)) > MAX_DIMENSIONS:
+            raise SerializationError(
+                f"a tensor of {most} dimensions cannot be sent: it may have at most {MAX_DIMENSIONS}"
+            )
+        self.table: Final = encode_table((self.inline_bytes, bytes(codes), sources, shapes, entries))
+        is_repeatable = len(self._spans) == len(slots) and all(entry.kind == Kind.STRIDED for entry in entries)
+        self.spans: Final = self._spans if is_repeatable else None
+        """How many bytes each slot is, from its own address on; None if some are taken from elsewhere, or shared."""
 
-    def row(self, slot: Slot, span: Span | None, stays: bool) -> tuple[int, int, Sequence[int]]:
+    def _row(self, slot: Slot, span: Span | None, stays: bool) -> tuple[int, int, Sequence[int]]:
         """A slot's place in the columns.
 
         ``span``: what it shares with others. ``stays``: it is in host memory at the other end, if it is so here.
         """
         if isinstance(slot, PickleBuffer):
             memory = slot.raw()
+            self._spans.append(memory.nbytes)
             return Code.BYTES, self._add(memory), (memory.nbytes,)
         try:
             if span is None and stays and (row := self._plain(slot)) is not None:
                 return row
-            self.entries.append(self._shared(slot, span) if span is not None else self._entry(slot))
+            self._entries.append(self._shared(slot, span) if span is not None else self._entry(slot))
         except SerializationError:
             raise
         except Exception as error:
@@ -127,7 +107,7 @@ class _Describer:
     def _plain(self, tensor: Tensor) -> tuple[int, int, Sequence[int]] | None:
         """A dense tensor in host memory. None for any other."""
         code = DTYPE_CODES.get(tensor.dtype)
-        if code is None or not tensor.is_cpu or tensor.is_nested or not is_dense(tensor):
+        if code is None or not tensor.is_cpu or tensor.is_nested or not _is_dense(tensor):
             return None
         source = 0
         if size := tensor.nbytes:
@@ -135,6 +115,7 @@ class _Describer:
             if address == tensor.storage_offset() * tensor.itemsize:
                 return None  # it was freed
             source = self._add_memory(tensor, address, size)
+        self._spans.append(size)
         return code | Code.REQUIRES_GRAD if tensor.requires_grad else code, source, tensor.shape
 
     # -- memory; each returns the source of what was added
@@ -228,6 +209,7 @@ class _Describer:
         code = DTYPE_CODES[tensor.dtype]
         shape, strides = tuple(tensor.shape), tuple(tensor.stride())
         if 0 in shape:
+            self._spans.append(0)
             return Entry(Kind.STRIDED, code, flags, 0, shape, strides)
         core = _undecorated(tensor)
         if 0 in strides:
@@ -240,6 +222,8 @@ class _Describer:
             start, end = extent(core)
             strides = tuple([0 if old == 0 else new for old, new in zip(strides, core.stride(), strict=True)])
         source = self._add_span(core, start, end)
+        if core.data_ptr() == tensor.data_ptr():
+            self._spans.append(end - start)
         return Entry(Kind.STRIDED, code, flags, source, shape, strides, span_bytes=end - start)
 
     def _shared(self, tensor: Tensor, span: Span) -> Entry:
@@ -275,6 +259,16 @@ class _Describer:
         torch.save(tensor.detach(), file)
         memory = file.getbuffer()
         return Entry(Kind.SAVED, 0, flags, self._add(memory), (), span_bytes=memory.nbytes)
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    """Whether the memory of a tensor is what it stands for, element by element."""
+    return (
+        tensor.layout is torch.strided
+        and tensor.is_contiguous()
+        and not tensor.is_neg()
+        and not (tensor.is_complex() and tensor.is_conj())
+    )
 
 
 def _flags(tensor: Tensor) -> int:

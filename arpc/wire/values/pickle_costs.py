@@ -59,7 +59,7 @@ def check_proportion(payload: bytes) -> None:
 # -- which pickles are not for the reader in C
 
 # Extension codes stand for objects that others have registered. The reader in C does not ask whether it may use them
-_EXTENSIONS: Final = (pickle.EXT1, pickle.EXT2, pickle.EXT4)
+_EXTENSIONS: Final = pickle.EXT1 + pickle.EXT2 + pickle.EXT4
 # A pickle can say where in the memo something is put, and how long something is that is not there: room is made for it
 _FAR: Final = re.compile(
     rb"r..(?:[^\0].|.[^\0])|p[\s\d_+]{5}|[\x8d\x8e\x96].{4}(?:[^\0]...|.[^\0]..|..[^\0].|...[^\0])"
@@ -70,20 +70,19 @@ _FAR_INDEX: Final = 1 << 16
 _LONG_BINPUT: Final = pickle.LONG_BINPUT[0]
 _LONG4: Final = pickle.LONG4[0]
 # What changes an object. A tensor takes some of it for arithmetic, which may take any amount of memory
-_CHANGES: Final = (pickle.BUILD, pickle.SETITEM, pickle.SETITEMS, pickle.ADDITEMS)
-_CHANGING: Final = frozenset(b"".join(_CHANGES))
+_CHANGES: Final = pickle.BUILD + pickle.SETITEM + pickle.SETITEMS + pickle.ADDITEMS
 # Keys that hash alike are among these: texts, bytes and small integers do not. Hashing a tuple in tuples takes stack
 # for each, and Python does not look whether there is any left; so does freeing a slice in slices
 _ALIKE: Final = (
-    *(pickle.TUPLE1, pickle.TUPLE2, pickle.TUPLE3, pickle.TUPLE),
-    *(pickle.REDUCE, pickle.NEWOBJ, pickle.NEWOBJ_EX, pickle.OBJ, pickle.INST),
-    *(pickle.LONG1, pickle.LONG4, pickle.FROZENSET),
+    (pickle.TUPLE1 + pickle.TUPLE2 + pickle.TUPLE3 + pickle.TUPLE)
+    + (pickle.REDUCE + pickle.NEWOBJ + pickle.NEWOBJ_EX + pickle.OBJ + pickle.INST)
+    + (pickle.LONG1 + pickle.LONG4 + pickle.FROZENSET)
 )
 # Hashing takes time for each place where a tuple is: twice as much for a tuple with another one in it twice. What is
 # taken from the memo is counted, not tuples: a few of them are enough if there is another one many times in each, and
 # one is enough if it is long, and a key many times
 _MAX_DOUBLED: Final = 20
-_GETS: Final = (pickle.BINGET, pickle.LONG_BINGET, pickle.GET, pickle.DUP)
+_GETS: Final = pickle.BINGET + pickle.LONG_BINGET + pickle.GET + pickle.DUP
 _GET_BYTES: Final = {pickle.BINGET[0]: 1, pickle.LONG_BINGET[0]: 4}
 _PUTS: Final = frozenset(pickle.BINPUT + pickle.LONG_BINPUT)
 _MEMOIZE: Final = pickle.MEMOIZE[0]
@@ -109,7 +108,7 @@ def needs_careful_reader(payload: bytes, *, has_slots: bool) -> bool:
             return True
         if opcode == _LONG4 and int.from_bytes(payload[at : at + 4], "little") > MAX_INTEGER_BYTES:
             return True
-        if may_change and opcode in _CHANGING:
+        if may_change and opcode in _CHANGES:
             return True
         if may_double:
             if opcode == _MEMOIZE:

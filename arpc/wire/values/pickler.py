@@ -6,7 +6,7 @@ there travels what torch knows of it, not the attributes that someone has set on
 
 Pickle's own pickler, in C, makes nearly all pickles. It finds tensors, and types that need special treatment, by a
 table; it runs no Python code for other objects. What it cannot pickle (lambdas, local classes) and what it would pickle
-otherwise than it should (functions of ``__main__``) is pickled again by `reducing.HolePickler`.
+otherwise than it should (functions of ``__main__``) is pickled again by `reducers.HolePickler`, by the same table.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import copyreg
 import inspect
 import pickle
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from operator import methodcaller, not_
 from pickle import PickleBuffer
@@ -29,6 +29,7 @@ from torch.nn import Parameter
 from arpc.errors import RRefError, SerializationError, WorkerLostError, not_run
 from arpc.ids import WorkerInfo
 from arpc.user_errors import text_of, type_name_of
+from arpc.wire.values.checked_functions import SCALARS
 from arpc.wire.values.packing import Slot
 from arpc.wire.values.reducers import (
     FILL,
@@ -53,10 +54,8 @@ from arpc.wire.values.reducers import (
 
 __all__ = ["SCALARS", "Parcel", "Pickler", "Reducer", "importable_name", "loads"]
 
-SCALARS: Final = frozenset((int, float, bool, str, bytes, complex, type(None)))
-"""Objects of just these types take up no slots, and to pickle them runs no code but the pickler's own."""
 _FLAT: Final = SCALARS | {Tensor}
-_dumps = pickle.dumps
+_dumps, _loads = pickle.dumps, pickle.loads
 _A_TENSOR: Final = _dumps(HOLE, protocol=5, buffer_callback=not_)
 """The pickle of a result that is a tensor."""
 _MAX_CONSTANT: Final = 256
@@ -68,7 +67,8 @@ _MAX_FRAME_BYTES: Final = 1 << 18
 """No frame of a pickle is larger: longer chunks are single texts and bytes of the user's."""
 _CANNOT: Final = (pickle.PicklingError, AttributeError, TypeError)
 """What the pickler in C raises for what has no name. Users' code may raise it as well, and then raises it again."""
-_STACK_GLOBAL: Final = pickle.STACK_GLOBAL
+_STACK_GLOBAL: Final = pickle.STACK_GLOBAL[0]
+"""Of what is pickled by name. An int, because bytes are looked for in bytes only after an error inside of Python."""
 _by_value_modules: Final[Callable[[], set[str]]] = cloudpickle.list_registry_pickle_by_value
 _reduce: Final = methodcaller("__reduce_ex__", 5)
 _HEAP_TYPE: Final = 1 << 9
@@ -122,8 +122,7 @@ class Pickler:
         self._reducers = dict(reducers or {})
         self._families = dict(families or {})
         self._kind = kind
-        self._free: list[_QuickPickler] = []
-        self._known_to_copyreg = len(copyreg.dispatch_table)
+        self._free: list[_Parcel] = []
 
     def add_reducer(self, cls: type, reducer: Reducer) -> None:
         """Let objects of a class, and of this very class, travel in another way than they are pickled."""
@@ -138,42 +137,34 @@ class Pickler:
         ``main_by_value``: the peer does not run the same script, so what ``__main__`` defines must travel itself.
         ``is_rehearsal``: it will not be sent, so reducers are not told that it is complete.
         """
-        if not main_by_value and not ((by_value := _by_value_modules()) and by_value.difference(MAIN_NAMES)):
-            if len(copyreg.dispatch_table) != self._known_to_copyreg:
-                self._known_to_copyreg = len(copyreg.dispatch_table)
-                self._free = []
+        if not main_by_value:
             # Taken out while in use: a reducer may pickle, and so may other threads (pop and append are atomic)
             free = self._free
             try:
-                pickler = free.pop()
+                parcel = free.pop()
             except IndexError:
-                pickler = _QuickPickler(self._reducers, self._families, self._kind)
+                parcel = _Parcel(self._reducers, self._families, self._kind)
             try:
-                payload, slots = pickler.dumps(obj, to)
+                payload, slots = parcel.dumps(obj, to)
             except _CANNOT:
-                pickler.clear()
+                parcel.clear()
             except BaseException:
-                pickler.clear()
+                parcel.clear()
                 raise
             else:
-                if pickler.packed:
-                    packed, pickler.packed = pickler.packed, []
-                    for tell in () if is_rehearsal else packed:
-                        tell()
+                if parcel.packed:
+                    parcel.tell(is_rehearsal)
                 if len(payload) <= _MAX_REUSED_BYTES:
-                    free.append(pickler)
+                    free.append(parcel)
                 if payload:
                     return payload, slots
-        careful = self._kind(self._reducers, self._families)
-        careful.main_by_value = main_by_value
-        careful.to = to
+        careful = _Parcel(self._reducers, self._families, self._kind, is_careful=True, main_by_value=main_by_value)
         try:
-            careful.dump(obj)
-            for tell in () if is_rehearsal else careful.packed:
-                tell()
-            return b"".join(careful.chunks), careful.slots
+            pickled = careful.dumps(obj, to)
+            careful.tell(is_rehearsal)
+            return pickled
         finally:
-            careful.forget()
+            careful.clear()
 
     def dumps_call(
         self,
@@ -233,20 +224,28 @@ class Pickler:
         return not_run(SerializationError(f"the arguments of {name} cannot be sent: {text_of(error)}"))
 
 
-class _QuickPickler:
-    """Pickle's own pickler, used again and again. It is the `Parcel` that reducers see.
+class _Parcel:
+    """A pickler and all that it needs, used again and again. It is the `Parcel` that reducers see.
 
-    Not to be used again after an error.
+    Not to be used again after an error. A careful one is a pickler of the kind that pickles code by value, or refuses
+    it; any other is pickle's own.
     """
 
     def __init__(
-        self, reducers: Mapping[type, Reducer], families: Mapping[type, Reducer], kind: type[HolePickler]
+        self,
+        reducers: Mapping[type, Reducer],
+        families: Mapping[type, Reducer],
+        kind: type[HolePickler],
+        *,
+        is_careful: bool = False,
+        main_by_value: bool = False,
     ) -> None:
-        self.main_by_value = False
+        self.main_by_value = main_by_value
         self.to: WorkerInfo | None = None
         self.packed: list[Callable[[], None]] = []
         self._families = families
-        self._names_main = not issubclass(kind, NamesOnlyPickler)
+        self._is_careful = is_careful
+        self._names_main = not is_careful and not issubclass(kind, NamesOnlyPickler)
         self._chunks = [PREFIX]
         self.write = self._chunks.append
         self._tensors: list[Tensor] = []
@@ -260,26 +259,35 @@ class _QuickPickler:
             Tensor: _tensor_reducer(self._tensors.append),
             Parameter: _parameter_reducer(self._tensors.append),
         }
-        self._table = DispatchTable(self._always, self._find_reducer)
-        self._pickler = pickle.Pickler(self, 5, buffer_callback=self._buffers.append)
-        self._pickler.dispatch_table = self._table
+        self.table = DispatchTable(self._always, self._find_reducer)
+        self._known_to_copyreg = len(copyreg.dispatch_table)
+        keep = self._buffers.append
+        if is_careful:
+            self._pickler: Any = kind(self, keep)
+        else:
+            self._pickler = pickle.Pickler(self, 5, buffer_callback=keep)
+            self._pickler.dispatch_table = self.table
         self._pickler.memo = MEMO
         self._dump = self._pickler.dump
 
+    def is_reduced(self, obj: Any) -> bool:
+        """Whether objects of this type have a reducer that does not depend on their names."""
+        return type(obj) in self._always
+
     def dumps(self, obj: Any, to: WorkerInfo | None) -> tuple[bytes, list[Slot]]:
-        """Pickle and slots. Empty: it names something of ``__main__``, which a peer may know by another name."""
+        """Pickle and slots. Empty: it names something that takes a careful pickler."""
         self.to = to
         self._dump(obj)
-        chunks, tensors, buffers = self._chunks, self._tensors, self._buffers
-        payload = b"".join(chunks)
-        if _STACK_GLOBAL in payload and (b"_main__" in payload if len(chunks) == 2 else _names_main(chunks)):
+        payload = b"".join(self._chunks)
+        if _STACK_GLOBAL in payload and not self._is_careful and self._takes_care():
             self.clear()
             return b"", []
-        del chunks[1:]
+        del self._chunks[1:]
         # nothing of the object is referred to from now on
         self._pickler.memo = MEMO
-        if not buffers:
+        if not self._buffers:
             return payload, []
+        tensors, buffers = self._tensors, self._buffers
         slots: list[Slot] = [*tensors]
         if len(tensors) < len(buffers):
             filling = iter(tensors)
@@ -288,13 +296,39 @@ class _QuickPickler:
         buffers.clear()
         return payload, slots
 
+    def _takes_care(self) -> bool:
+        """Whether something was named that a peer may know by another name, or that has another pickle by now."""
+        if len(copyreg.dispatch_table) != self._known_to_copyreg:
+            self._known_to_copyreg = len(copyreg.dispatch_table)
+            self._forget_classes()
+            return True
+        if (by_value := _by_value_modules()) and by_value.difference(MAIN_NAMES):
+            return True
+        return any(b"_main__" in chunk for chunk in self._chunks if len(chunk) <= _MAX_FRAME_BYTES)
+
+    def tell(self, is_rehearsal: bool) -> None:
+        """Tell reducers that the pickle is complete, unless it will not be sent."""
+        packed, self.packed = self.packed, []
+        for tell in () if is_rehearsal else packed:
+            tell()
+
     def clear(self) -> None:
-        """Drop what was pickled so far: a pickler refers to itself, and so waits for the garbage collector."""
+        """Drop what was pickled so far.
+
+        A pickler refers to itself. The garbage collector finds it late, and never if it was there before `gc.freeze`:
+        it would keep the arguments of a failed call, and with them RRefs that others count.
+        """
         self._pickler.memo = MEMO
+        if self._is_careful:
+            self._pickler.globals_ref.clear()
         del self._chunks[1:]
         self._tensors.clear()
         self._buffers.clear()
         self.packed = []
+
+    def _forget_classes(self) -> None:
+        self.table.clear()
+        self.table.update(self._always)
 
     def _find_reducer(self, cls: type) -> Callable[[Any], Any]:
         """How objects of a class are reduced that is not in the table; remembered for classes that stay."""
@@ -310,10 +344,9 @@ class _QuickPickler:
         elif self._names_main and cls.__module__ in MAIN_NAMES:
             reducer = _main_reducer(cls)
         if importable_name(cls) is not None or not cls.__flags__ & _HEAP_TYPE:
-            if len(self._table) >= len(self._always) + _MAX_REMEMBERED:
-                self._table.clear()
-                self._table.update(self._always)
-            self._table[cls] = reducer
+            if len(self.table) >= len(self._always) + _MAX_REMEMBERED:
+                self._forget_classes()
+            self.table[cls] = reducer
         return reducer
 
     def _family_of(self, cls: type) -> Reducer | None:
@@ -326,10 +359,6 @@ class _QuickPickler:
     def _reduce_subclass(self, obj: Tensor) -> Any:
         reduced = reduce_tensor_subclass(obj, self._tensors.append)
         return reduced if reduced is not NotImplemented else copyreg.dispatch_table.get(type(obj), _reduce)(obj)
-
-
-def _names_main(chunks: Sequence[bytes]) -> bool:
-    return any(b"_main__" in chunk for chunk in chunks if len(chunk) <= _MAX_FRAME_BYTES)
 
 
 def _tensor_reducer(add: Callable[[Tensor], None]) -> Callable[[Tensor], Any]:
@@ -401,4 +430,4 @@ def loads(payload: bytes | bytearray | memoryview, slots: list[Any], _sender: Wo
 
     The pickle runs what it names. What peers sent is read by `policy`, of which this is the unrestricted half.
     """
-    return pickle.loads(payload if IS_REGISTERED else spelled_out(payload), buffers=slots)
+    return _loads(payload if IS_REGISTERED else spelled_out(payload), buffers=slots)

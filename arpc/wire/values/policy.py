@@ -24,7 +24,7 @@ from arpc.ids import WorkerInfo
 from arpc.options import UNSET
 from arpc.wire.messages import Message
 from arpc.wire.values.allowlist import Key, callable_named, may_call_method
-from arpc.wire.values.layouts import Layout, read_layout
+from arpc.wire.values.layouts import read_layout
 from arpc.wire.values.pickler import loads
 from arpc.wire.values.reducers import HolePickler, NamesOnlyPickler
 from arpc.wire.values.restricted import read_name, restricted_loads
@@ -43,16 +43,14 @@ class Unrestricted:
     """What makes pickles that peers with the same policy take."""
     read = staticmethod(loads)
     """The object of a pickle and its slots, from this sender. Raises whatever unpickling raises."""
+    layout = staticmethod(read_layout)
+    """What a table of tensors says. Raises `ProtocolError`."""
     get_method = staticmethod(getattr)
     """`getattr` for a method that a peer calls by its name. Raises `NotAllowedError`."""
 
     def function(self, payload: Bytes, _sender: WorkerInfo) -> Any:
         """What a peer will call by number. Raises `NotAllowedError`, or whatever unpickling raises."""
         return loads(payload, []) if payload else None
-
-    def layout(self, table: Bytes) -> Layout:
-        """What a table of tensors says. Raises `ProtocolError`."""
-        return read_layout(table)
 
     def check_code(self) -> None:
         """A request brings its function instead of the number of one. Raises `NotAllowedError` if that is refused."""
@@ -101,6 +99,7 @@ class AllowList:
 
     is_restricted: Final = True
     pickler: Final = NamesOnlyPickler
+    layout = staticmethod(partial(read_layout, is_restricted=True))
 
     def __init__(self, name: str, roles: Mapping[str, Sequence[str]] | None = None) -> None:
         """``name`` is the worker's own. Without roles, all peers may call all that is exported."""
@@ -117,9 +116,6 @@ class AllowList:
         found = callable_named(key)
         self._permit_function(sender.name, key)
         return found
-
-    def layout(self, table: Bytes) -> Layout:
-        return read_layout(table, is_restricted=True)
 
     def forget(self, peer: str) -> None:
         if peer != self._name:

@@ -26,7 +26,6 @@ from torch.nn import Parameter
 from arpc.errors import SerializationError
 from arpc.ids import WorkerInfo
 from arpc.private.torch import make_subclass, without_torch_dispatch
-from arpc.wire.values.packing import Slot
 
 __all__ = [
     "FILL",
@@ -135,66 +134,40 @@ class DispatchTable(dict[type, Callable[[Any], Any]]):
         return self._find(cls)
 
 
-class HolePickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles one object into ``chunks``, by value what has no name, and notes in ``slots`` what fills the holes.
+class NamingParcel(Parcel, Protocol):
+    """What a `HolePickler` writes to."""
 
-    It runs Python code for every object. `wire.values.pickler` uses it for what pickle's own pickler cannot do.
+    table: DispatchTable
+
+    def write(self, chunk: bytes, /) -> object: ...
+
+    def is_reduced(self, obj: Any) -> bool: ...
+
+
+class HolePickler(cloudpickle.Pickler):  # type: ignore[misc]
+    """Pickles by value what has no name.
+
+    It runs Python code for every object. `wire.values.pickler` uses it for what pickle's own pickler cannot do, and
+    gives it a table for everything that is neither a function nor a class.
     """
 
-    # cloudpickle's reducers, then those of `copyreg`. cloudpickle's own ChainMap takes 2 us for each object
-    dispatch_table = DispatchTable(cloudpickle.Pickler.dispatch_table.maps[0], copyreg.dispatch_table.__getitem__)
+    # without those of `copyreg`: cloudpickle's own ChainMap takes 2 us for each object
+    dispatch_table = cloudpickle.Pickler.dispatch_table.maps[0]
 
-    def __init__(self, reducers: Mapping[type, Reducer], families: Mapping[type, Reducer]) -> None:
-        self.chunks: list[bytes] = [PREFIX]
-        self.slots: list[Slot] = []
-        self.main_by_value = False
-        self.to: WorkerInfo | None = None
-        self.packed: list[Callable[[], None]] = []
-        self._reducers = reducers
-        self._families = families
-        self._heads = tuple(families)
-        self.write = self.chunks.append
-        super().__init__(self, protocol=5, buffer_callback=self._memory_found)
-        self.memo = MEMO
-
-    def forget(self) -> None:
-        """Let go of the objects of a pickle that failed.
-
-        A pickler refers to itself. The garbage collector finds it late, and never if it was there before `gc.freeze`:
-        it would keep the arguments of a failed call, and with them RRefs that others count.
-        """
-        self.chunks.clear()
-        self.slots = []
-        self.packed = []
-        self.globals_ref.clear()
-        self.clear_memo()
-
-    def _memory_found(self, buffer: PickleBuffer) -> None:
-        # None keeps the buffer out of band. Holes were noted in reducer_override, where the tensor was at hand.
-        if buffer is not HOLE:
-            self.slots.append(buffer)
+    def __init__(self, parcel: NamingParcel, buffer_found: Callable[[PickleBuffer], object]) -> None:
+        self.dispatch_table = parcel.table  # before pickle's own constructor, which asks for it
+        super().__init__(parcel, protocol=5, buffer_callback=buffer_found)
+        self.main_by_value = parcel.main_by_value
+        self._is_reduced = parcel.is_reduced
 
     def reducer_override(self, obj: Any) -> Any:
-        kind = type(obj)
-        if kind is Tensor:
-            self.slots.append(obj)
-            # a new tuple each time: pickle would take the same one for the same tensor
-            return _fill, (HOLE,)
-        reducer = self._reducers.get(kind)
-        if reducer is not None and (reduced := reducer(obj, self)) is not NotImplemented:
-            return reduced
-        if isinstance(obj, Tensor):
-            return reduce_tensor_subclass(obj, self.slots.append)
-        if getattr(obj, "__qualname__", None) is None:  # nothing that has a name
-            return self._reduce_of_family(obj) if isinstance(obj, self._heads) else NotImplemented
+        if self._is_reduced(obj) or isinstance(obj, Tensor) or getattr(obj, "__qualname__", None) is None:
+            return NotImplemented
         if getattr(obj, "__module__", None) in MAIN_NAMES:
             return self._reduce_of_main(obj)
-        if kind is FunctionType or isinstance(obj, type):
+        if type(obj) is FunctionType or isinstance(obj, type):
             return super().reducer_override(obj)
         return NotImplemented
-
-    def _reduce_of_family(self, obj: Any) -> Any:
-        return next(reducer for head, reducer in self._families.items() if isinstance(obj, head))(obj, self)
 
     def _reduce_of_main(self, obj: Any) -> Any:
         if not self.main_by_value and importable_name(obj) is not None:
@@ -241,13 +214,8 @@ def reduce_tensor_subclass(obj: Tensor, add_slot: Callable[[Tensor], None]) -> A
     # as what it is in memory, whatever it does where an operator of torch is called with it
     with torch._C.DisableTorchFunctionSubclass(), _without_dispatch(cls):
         state = obj.__getstate__()
-        if issubclass(cls, Parameter):
-            # the parameter itself, so that whoever looks at the slots (autograd does) finds the leaf
-            add_slot(obj)
-        else:
-            add_slot(obj.as_subclass(Tensor))
-        if cls is Parameter and not state:
-            return _fill_parameter, (HOLE, obj.requires_grad)
+        # the parameter itself, so that whoever looks at the slots (autograd does) finds the leaf
+        add_slot(obj if issubclass(cls, Parameter) else obj.as_subclass(Tensor))
         return _fill_subclass, (cls, HOLE, obj.requires_grad, state)
 
 
@@ -257,9 +225,6 @@ def reduce_array(array: np.ndarray[Any, np.dtype[Any]]) -> Any:
     if name is None or not array.flags.c_contiguous:
         return array.__reduce_ex__(5)
     return _fill, (PickleBuffer(cast("Any", array)), name, array.shape)
-
-
-HolePickler.dispatch_table[np.ndarray] = reduce_array
 
 
 def _has_no_memory(obj: Tensor) -> bool:

@@ -17,7 +17,6 @@ from arpc.errors import OwnerLostError, RRefCreationError, RRefError
 from arpc.ids import UNKNOWN_ID, GloballyUniqueId, IdAllocator, WorkerInfo
 from arpc.log import get_logger
 from arpc.options import RpcOptions, Unset
-from arpc.rref import instructions
 from arpc.rref.calls import runnable
 from arpc.rref.control_handlers import ControlService
 from arpc.rref.control_queue import ControlQueue, Item
@@ -25,6 +24,15 @@ from arpc.rref.create_on_owner import CreationHandlers
 from arpc.rref.exactly_once import Deliveries
 from arpc.rref.forks import Forks
 from arpc.rref.inquiries import Inquiries
+from arpc.rref.instructions import (
+    AwaitCreation,
+    FailValue,
+    ForgetFork,
+    Instruction,
+    MarkConfirmed,
+    MarkLost,
+    Send,
+)
 from arpc.rref.states import ForkId, OwnerState, RRefId, UserState
 from arpc.rref.user_ref import Use
 from arpc.rref.values import Value
@@ -80,7 +88,6 @@ class RRefContext:
         self.fresh_context = context.copy
         """The worker's own context, for callbacks: a handler may have caused them, whose deadline is not theirs."""
         self.incarnation = incarnation
-        self._lost: set[WorkerInfo] = set()
         self._answers: dict[ForkId, asyncio.Future[None]] = {}
         """Set when a fork is confirmed, or never will be."""
         self._ends: dict[ForkId, list[asyncio.Future[None]]] = {}
@@ -89,14 +96,6 @@ class RRefContext:
         self.tells_stacks = options.rref_creation_stacks
         self._is_releasing = False
         self._is_closed = False
-        self._ways: dict[type[instructions.Instruction], Callable[[Any], object]] = {
-            instructions.Send: lambda send: self.post.add(send.message, send.to, send.item),
-            instructions.AwaitCreation: lambda await_: self.inquiries.expected(await_.rref),
-            instructions.FailValue: self._fail_value,
-            instructions.MarkConfirmed: lambda mark: self._answer(mark.fork),
-            instructions.MarkLost: lambda mark: self._mark_lost(mark.fork),
-            instructions.ForgetFork: lambda forget: self._end(forget.fork),
-        }
         self.creations = CreationHandlers(self)
         """Handles the creations of others."""
         self.service = ControlService(self)
@@ -116,15 +115,26 @@ class RRefContext:
 
     # -- instructions
 
-    def carry_out(self, following: Sequence[instructions.Instruction]) -> None:
+    def carry_out(self, following: Sequence[Instruction]) -> None:
         """Do what the state machine has said."""
         for instruction in following:
-            self._ways[instruction.__class__](instruction)
-
-    def _fail_value(self, fail: instructions.FailValue) -> None:
-        value = self.forks.owned.get(fail.rref)
-        if value is not None:  # even if nothing waits for it yet: later calls raise the error
-            value.fail(RRefCreationError(f"the value of RRef {_text(fail.rref)} was never created: {fail.reason}"))
+            match instruction:
+                case Send(message, to, item):
+                    self.post.add(message, to, item)
+                case AwaitCreation(rref):
+                    self.inquiries.expected(rref)
+                case FailValue(rref, reason):
+                    value = self.forks.owned.get(rref)
+                    if value is not None:  # even if nothing waits for it yet: later calls raise the error
+                        error = RRefCreationError(f"the value of RRef {_text(rref)} was never created: {reason}")
+                        value.fail(error)
+                case MarkConfirmed(fork):
+                    self._answer(fork)
+                case MarkLost(fork, is_refused):
+                    self._answer(fork)
+                    self._mark_lost(fork, is_refused=is_refused)
+                case ForgetFork(fork):
+                    self._end(fork)
 
     def _answer(self, id_: ForkId) -> None:
         """Wake handlers that wait for a fork to be confirmed."""
@@ -132,21 +142,16 @@ class RRefContext:
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
-    def _mark_lost(self, id_: ForkId) -> None:
-        self._answer(id_)
+    def _mark_lost(self, id_: ForkId, *, is_refused: bool) -> None:
         use = self.forks.users.get(id_)
         if use is None:
             return  # no handle is left that could use it
-        owner = use.owner
-        if owner in self._lost:
-            text = f"worker {owner.name!r}, the owner of {use}, was lost, and the value with it"
-            use.fail(OwnerLostError(text, owner.name))
+        owner = use.owner.name
+        if is_refused:
+            text = f"the value of {use} is gone: its owner {owner!r} took the workers that held it for lost"
+            use.fail(RRefError(text))
         else:
-            use.fail(
-                RRefError(
-                    f"the value of {use} is gone: its owner {owner.name!r} took the workers that held it for lost"
-                )
-            )
+            use.fail(OwnerLostError(f"worker {owner!r}, the owner of {use}, was lost, and the value with it", owner))
 
     def _end(self, id_: ForkId) -> None:
         for waiter in self._ends.pop(id_, ()):
@@ -304,7 +309,6 @@ class RRefContext:
 
     def peer_connected(self, peer: WorkerInfo) -> None:
         if not self._is_closed:
-            self._lost = {lost for lost in self._lost if lost.name != peer.name}
             self.carry_out(self.forks.peer_connected(peer))
 
     def peer_disconnected(self, peer: WorkerInfo, *, has_left: bool) -> None:
@@ -323,7 +327,6 @@ class RRefContext:
             self._forget_peer(peer)
 
     def peer_forgotten(self, peer: WorkerInfo) -> None:
-        self._lost.discard(peer)
         self.post.forget(peer.name)
         self.forks.forget(peer)
 
@@ -331,7 +334,6 @@ class RRefContext:
         """A worker will not come back, as far as anyone can tell."""
         if self._is_closed:
             return
-        self._lost.add(peer)
         self.deliveries.forget(peer.id)
         held = len(self.forks.owned)
         self.carry_out(self.forks.peer_lost(peer))

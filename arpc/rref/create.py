@@ -153,13 +153,10 @@ class Creation(Use, kw_only=True):
         Asked for once, and kept by the handle alone: its error refers to the code that awaits it, and so to the handle.
         """
         watcher = self.watcher = OwnerFuture(loop=self.context.agent.loop)
-        watcher.on_cancel = self._cancel
+        watcher.on_cancel = self.cancel
         if self.is_settled:
             self._tell()
         return watcher
-
-    def _cancel(self) -> None:
-        self.cancel()
 
     # -- as the recipient of a call
 

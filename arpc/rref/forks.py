@@ -211,7 +211,7 @@ class Forks(Generic[U, V]):
         if user is None or user.state is not _REQUESTED:
             return _NOTHING
         user.state = _LOST
-        return (MarkLost(fork), *self._accept(fork, user.parent), *self._end_if_unused(user))
+        return (MarkLost(fork, is_refused=True), *self._accept(fork, user.parent), *self._end_if_unused(user))
 
     def owner_unreached(self, owner: WorkerInfo, rref: RRefId, fork: ForkId) -> None:
         """The owner did not answer a message about a fork: the message may have arrived all the same."""

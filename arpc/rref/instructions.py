@@ -51,6 +51,8 @@ class MarkConfirmed(Instruction, frozen=True):
 
 
 class MarkLost(Instruction, frozen=True):
-    """It cannot be used any more."""
+    """It cannot be used any more: its owner is lost, or does not have the value."""
 
     fork: ForkId
+    is_refused: bool = False
+    """The owner is there, and does not count the fork."""

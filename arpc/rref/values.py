@@ -125,7 +125,7 @@ class Value(Owned, eq=False):
         assert handlers is not None
         handlers.answered.append((run, result))
         # Looked at after that: if the loop looks later, it finds the result
-        if self._waiters is not None or not handlers.will_look:
+        if self.is_awaited or not handlers.will_look:
             with suppress(RuntimeError):  # the loop is closed
                 handlers.loop.call_soon_threadsafe(handlers.keep_answered)
 

@@ -256,7 +256,7 @@ def test_a_fork_that_arrives_twice_is_one_fork_with_two_handles():
 def test_a_refused_child_lets_its_parent_go():
     forks = c()
     run(forks, ForkReceived(R, G, B, A, is_created=True))
-    assert run(forks, ForkRefused(G)) == [MarkLost(G), SendChildAccept(A, G)]
+    assert run(forks, ForkRefused(G)) == [MarkLost(G, is_refused=True), SendChildAccept(A, G)]
     assert run(forks, HandleDropped(G)) == [ForgetFork(G)]
 
 

@@ -30,7 +30,7 @@ logger = get_logger("arpc.rref")
 Item: TypeAlias = Sequence[Any]
 
 # Nobody waits for a drop: a few milliseconds gather what a loop drops one by one, and wake the loop once for all of it
-_LINGER_S: Final = 0.005
+_LINGER_S: Final = 0.01
 _DROPS_PER_TURN: Final = 2500
 """How many are handled before other callbacks of the loop have their turn."""
 _ITEMS_PER_MESSAGE: Final = 8192

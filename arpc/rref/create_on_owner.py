@@ -87,13 +87,13 @@ class CreationHandlers:
             run.function = Function.of_coroutine(partial(self._created_before, rref), function.name)
             dispatcher.tasks.start(run)
             return None
-        if not self.forks.creation_arrived(rref, fork, caller):
+        value = self.forks.creation_arrived(rref, fork, caller)
+        if value is None:
             error = RRefError(f"the creation of RRef {_text(rref)} was given up by worker {caller.name!r}")
             self.context.agent.dispatcher.refused(run, error)
             return None
         if not made and message.arg:  # a function that travels with its arguments has no name yet
             made = function.name
-        value = self.forks.owned[rref]
         value.made, value.creator, value.handlers = made, caller.name, self
         value.is_wanted = bool(message.flags & _VALUE)
         if function.mode is _THREAD and self._timer is None:

@@ -77,9 +77,7 @@ class Forks(Generic[U, V]):
     ``make_user`` and ``make_owned`` make what is kept of each of these.
     """
 
-    def __init__(
-        self, me: WorkerInfo, make_user: Callable[..., U], make_owned: Callable[[RRefId, OwnerState], V]
-    ) -> None:
+    def __init__(self, me: WorkerInfo, make_user: Callable[..., U], make_owned: Callable[..., V]) -> None:
         self.me = me
         self._make_user = make_user
         self._make_owned = make_owned
@@ -304,18 +302,18 @@ class Forks(Generic[U, V]):
             self.owned[owned.rref] = owned
             owned.holds = 1
 
-    def creation_arrived(self, rref: RRefId, fork: ForkId, user: WorkerInfo) -> bool:
-        """A worker wants a value created here; False if it must not be, because it was given up."""
+    def creation_arrived(self, rref: RRefId, fork: ForkId, user: WorkerInfo) -> V | None:
+        """A worker wants a value created here; None if it must not be, because it was given up."""
         owned = self.owned.get(rref)
-        if owned is None:
-            owned = self.owned[rref] = self._make_owned(rref, _RUNNING)  # nobody has asked for it before
-        elif owned.state is _EXPECTED:
-            owned.state = _RUNNING
-        else:
-            return False
+        if owned is None:  # nobody has asked for it before
+            owned = self.owned[rref] = self._make_owned(rref, _RUNNING, {fork: user}, 1)
+            return owned
+        if owned.state is not _EXPECTED:
+            return None
+        owned.state = _RUNNING
         owned.forks[fork] = user
         owned.holds += 1
-        return True
+        return owned
 
     def creation_ended(self, rref: RRefId) -> None:
         """The value, or the error in its place, is there."""

@@ -155,7 +155,8 @@ def describe_context(context: Mapping[str, Any]) -> str:
 
 async def assert_no_rref_left(group: Cluster) -> None:
     def left() -> list[Any]:
-        return [(worker.name, len(worker.rref_context.values)) for worker in group if worker.rref_context.values]
+        owned = [(worker.name, len(worker.rref_context.forks.owned)) for worker in group]
+        return [(name, count) for name, count in owned if count]
 
     async with asyncio.timeout(LEFT_LIMIT_S):
         while left():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from functools import lru_cache
-from types import BuiltinMethodType, FunctionType, MethodDescriptorType
+from types import BuiltinMethodType, FunctionType, MethodDescriptorType, MethodType
 from typing import TYPE_CHECKING, Any, Final
 
 from arpc.agent.scope import current_scope
@@ -19,15 +19,14 @@ if TYPE_CHECKING:
     from arpc.rref.context import RRefContext
 
 __all__ = [
-    "bound",
     "call_method",
     "held_value",
     "method_name",
     "rref_typeof_on_owner",
     "run_here",
+    "runnable",
     "stream_items",
     "stream_method",
-    "template_of",
 ]
 
 _YIELDS: Final = (Mode.GENERATOR, Mode.ASYNC_GENERATOR)
@@ -38,22 +37,21 @@ def _template(function: Any) -> Function:
     return Function(function)
 
 
-def template_of(method: Callable[..., Any]) -> Function:
-    """How to run a method, or any callable. Finding that out takes longer than a short call, so it is remembered.
+def runnable(method: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Function, tuple[Any, ...]]:
+    """How to run a method, or any callable, and with which arguments.
 
-    But of none that holds an object, as an instance does that can be called: the cache would keep that object.
+    Finding that out takes longer than a short call, so it is remembered. But of nothing that holds an object, as an
+    instance does that can be called: the cache would keep that object.
     """
+    if isinstance(method, MethodType) and isinstance(method.__func__, FunctionType):
+        return _template(method.__func__), (method.__self__, *args)
+    if isinstance(method, FunctionType):
+        return _template(method), args
     if isinstance(method, BuiltinMethodType):
-        method = getattr(type(method.__self__), method.__name__, method)
-    plain = getattr(method, "__func__", method)
-    if isinstance(plain, FunctionType | MethodDescriptorType):
-        return _template(plain)
-    return Function(method)
-
-
-def bound(method: Callable[..., Any], template: Function) -> Function:
-    """The method itself, to be run like its template."""
-    return template if template.call is method else template.like(method)
+        of_class = getattr(type(method.__self__), method.__name__, None)
+        if isinstance(of_class, MethodDescriptorType):
+            return _template(of_class).like(method), args
+    return Function(method), args
 
 
 def _context() -> RRefContext:
@@ -70,12 +68,12 @@ async def held_value(rref: int, is_created: bool) -> Any:
 
 async def run_here(function: Callable[..., Any], *args: Any) -> Any:
     """Have a function run in the way its kind asks for, in the place of the handler that calls this."""
-    return HandOver(bound(function, template_of(function)), args, {})
+    return HandOver(*runnable(function, args), {})
 
 
 def method_name(worker: Any, rref: int, name: str) -> str:
     """What people call a method of a value of a worker: with the class, if the value is there."""
-    held = worker.rref_context.values.get(rref)
+    held = worker.rref_context.forks.owned.get(rref)
     if held is None or held.content is NOTHING:
         return name
     return f"{type_name_of(held.content)}.{name}"
@@ -89,35 +87,45 @@ def call_method(rref: int, is_created: bool, name: str, /, *args: Any, **kwargs:
     run = current_scope.get()
     assert isinstance(run, Run)  # this is a handler
     context: RRefContext = run.worker.rref_context
-    held = context.values.get(rref)
-    if held is not None and held.is_ready and run.handling is None:
-        value = held.get_nowait()
-        method = context.get_method(value, name)
-        template = template_of(method)
-        if (
-            template.mode is Mode.COROUTINE
-            and not template.returns_future
-            and not template.results.are_large
-            and not takes_turns(type(value), name)
-        ):
-            if run.creation is None:  # whose results stay here
-                run.results = template.results
-            coroutine: Coroutine[Any, Any, Any] = method(*args, **kwargs)
-            return coroutine
-    return _hand_over(context, rref, is_created, name, args, kwargs)
+    held = context.forks.owned.get(rref)
+    if held is None or held.content is NOTHING:
+        return _call_later(context, rref, is_created, name, args, kwargs)
+    value = held.content
+    function, arguments = runnable(context.get_method(value, name), args)
+    is_queued = takes_turns(type(value), name)
+    if (
+        function.mode is not Mode.COROUTINE
+        or is_queued
+        or function.returns_future
+        or function.results.are_large
+        or run.handling is not None
+    ):
+        return _hand_over(context, value if is_queued else None, function, arguments, kwargs)
+    if run.creation is None:  # whose results stay here
+        run.results = function.results
+    coroutine: Coroutine[Any, Any, Any] = function.call(*arguments, **kwargs)
+    return coroutine
+
+
+async def _call_later(
+    context: RRefContext, rref: int, is_created: bool, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Wait for the value, and hand over to its method."""
+    value = await context.value(rref, is_created=is_created)
+    function, arguments = runnable(context.get_method(value, name), args)
+    queued = value if takes_turns(type(value), name) else None
+    return await _hand_over(context, queued, function, arguments, kwargs)
 
 
 async def _hand_over(
-    context: RRefContext, rref: int, is_created: bool, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+    context: RRefContext, queued: Any, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    value = await context.value(rref, is_created=is_created)
-    method = context.get_method(value, name)
-    function = bound(method, template_of(method))
-    if takes_turns(type(value), name) and function.mode not in _YIELDS:
+    """Have a method run in the place of this. ``queued``: the object of one that is to wait for its turn, else None."""
+    if queued is not None and function.mode not in _YIELDS:
         scope = current_scope.get()
         assert scope is not None  # this is a handler
         turns: Turns = scope.worker.keep(Turns)
-        return await turns.run(context.agent.dispatcher, value, function, args, kwargs)
+        return await turns.run(context.agent.dispatcher, queued, function, args, kwargs)
     return HandOver(function, args, kwargs)
 
 
@@ -125,7 +133,7 @@ async def _hand_over(
 @named_by(lambda worker, rref, _is_created, name: method_name(worker, rref, name))
 async def stream_method(rref: int, is_created: bool, name: str, /, *args: Any, **kwargs: Any) -> Any:
     """Have a method of a value run whose result is iterated over."""
-    return await _hand_over(_context(), rref, is_created, name, args, kwargs)
+    return await _call_later(_context(), rref, is_created, name, args, kwargs)
 
 
 @export

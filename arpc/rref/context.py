@@ -11,34 +11,33 @@ from contextvars import Context
 from threading import get_ident
 from typing import Any, Final, NamedTuple, TypeVar
 
-from msgspec.structs import astuple
-
 from arpc.agent.agent import Agent
 from arpc.agent.scope import current_scope
-from arpc.errors import (
-    OwnerLostError,
-    RRefCreationError,
-    RRefError,
-)
+from arpc.errors import OwnerLostError, RRefCreationError, RRefError
 from arpc.ids import UNKNOWN_ID, GloballyUniqueId, IdAllocator, WorkerInfo
 from arpc.log import get_logger
 from arpc.options import RpcOptions, Unset
-from arpc.rref import events, instructions
-from arpc.rref.calls import bound, template_of
+from arpc.rref.calls import runnable
 from arpc.rref.control_handlers import ControlService
 from arpc.rref.control_queue import ControlQueue, Item
 from arpc.rref.create_on_owner import CreationHandlers
-from arpc.rref.drops import DropQueue
-from arpc.rref.events import ForkId, RRefId
 from arpc.rref.exactly_once import Deliveries
 from arpc.rref.forks import Forks
 from arpc.rref.inquiries import Inquiries
-from arpc.rref.states import UserState
+from arpc.rref.instructions import (
+    AwaitCreation,
+    FailValue,
+    ForgetFork,
+    Instruction,
+    MarkConfirmed,
+    MarkLost,
+    Send,
+)
+from arpc.rref.states import ForkId, OwnerState, RRefId, UserState
 from arpc.rref.user_ref import Use
-from arpc.rref.values import NOTHING, Value
+from arpc.rref.values import Value
 from arpc.wire.messages import (
     Message,
-    RRefChildAccept,
     RRefCreationFailed,
     RRefCreationQuery,
     RRefForkQuery,
@@ -53,13 +52,6 @@ logger = get_logger("arpc.rref")
 T = TypeVar("T")
 
 _POLL_S: Final = 0.002
-_MESSAGES: Final[dict[type[instructions.Instruction], type[Message]]] = {
-    instructions.SendForkRequest: RRefForkRequest,
-    instructions.SendChildAccept: RRefChildAccept,
-    instructions.SendUserDelete: RRefUserDelete,
-    instructions.SendCreationFailed: RRefCreationFailed,
-}
-"""Which message carries out an instruction to send something: its fields are the receiver, then the message's item."""
 _ABOUT_FORKS: Final = (RRefForkRequest, RRefUserDelete, RRefCreationFailed)
 """What users tell owners. Their items begin with the ids of RRef and fork."""
 _text = GloballyUniqueId.from_int
@@ -81,14 +73,12 @@ class RRefContext:
     def __init__(self, options: RpcOptions, context: Context, name: str, incarnation: int) -> None:
         self.options = options
         self.info = WorkerInfo(name, UNKNOWN_ID)
-        self.forks = Forks(self.info, Use)
-        self.values: dict[RRefId, Value] = {}
+        self.forks = Forks(self.info, Use, Value)
         self.deliveries = Deliveries()
         self.ids = IdAllocator(UNKNOWN_ID)
         self.agent: Agent
         self.post: ControlQueue
         self.inquiries: Inquiries
-        self.drops: DropQueue
         self.backward: Callable[[Any, int, bool, float | Unset], Awaitable[None]]
         """Runs a backward pass from the value of a handle; set by the runtime, since autograd knows RRefs already."""
         self.skin: Skin | None = None
@@ -98,7 +88,6 @@ class RRefContext:
         self.fresh_context = context.copy
         """The worker's own context, for callbacks: a handler may have caused them, whose deadline is not theirs."""
         self.incarnation = incarnation
-        self._lost: set[WorkerInfo] = set()
         self._answers: dict[ForkId, asyncio.Future[None]] = {}
         """Set when a fork is confirmed, or never will be."""
         self._ends: dict[ForkId, list[asyncio.Future[None]]] = {}
@@ -107,16 +96,6 @@ class RRefContext:
         self.tells_stacks = options.rref_creation_stacks
         self._is_releasing = False
         self._is_closed = False
-        self._ways: dict[type[instructions.Instruction], Callable[[Any], object]] = {
-            **dict.fromkeys(_MESSAGES, self._send),
-            instructions.DropValue: self._drop_value,
-            instructions.AwaitCreation: lambda await_: self.inquiries.expected(await_.rref),
-            instructions.FailValue: self._fail_value,
-            instructions.MarkConfirmed: lambda mark: self._answer(mark.fork),
-            instructions.MarkLost: lambda mark: self._mark_lost(mark.fork),
-            instructions.ForgetFork: lambda forget: self._end(forget.fork),
-            instructions.RunCreation: lambda _: None,  # the caller of `creation_arrived` runs it
-        }
         self.creations = CreationHandlers(self)
         """Handles the creations of others."""
         self.service = ControlService(self)
@@ -126,7 +105,6 @@ class RRefContext:
         """The agent that messages go through. It was made with this context's handlers, so it comes later."""
         self.agent = agent
         self.post = ControlQueue(self)
-        self.drops = DropQueue(self)
         self.inquiries = Inquiries(self)
 
     def identify(self, info: WorkerInfo) -> None:
@@ -135,33 +113,28 @@ class RRefContext:
         self.forks.me = info
         self.ids = IdAllocator(info.id)
 
-    # -- events and instructions
+    # -- instructions
 
-    def happened(self, event: events.Event) -> Sequence[instructions.Instruction]:
-        """Tell the state machine of an event, and do what it says."""
-        following = self.forks.handle(event)
-        self.carry_out(following)
-        return following
-
-    def carry_out(self, following: Sequence[instructions.Instruction]) -> None:
+    def carry_out(self, following: Sequence[Instruction]) -> None:
         """Do what the state machine has said."""
         for instruction in following:
-            self._ways[instruction.__class__](instruction)
-
-    def _send(self, send: instructions.Instruction) -> None:
-        to, *item = astuple(send)
-        self.post.add(_MESSAGES[send.__class__], to, item)
-
-    def _drop_value(self, drop: instructions.DropValue) -> None:
-        value = self.values.pop(drop.rref, None)
-        if value is not None and value.content is NOTHING:
-            # Released before its creation came, which will make another value: nothing may wait for this one
-            value.fail(RRefError(f"RRef {_text(drop.rref)} was released before its value was there"))
-
-    def _fail_value(self, fail: instructions.FailValue) -> None:
-        # even if nothing waits for it yet: later calls raise the error
-        value = self.values.setdefault(fail.rref, Value())
-        value.fail(RRefCreationError(f"the value of RRef {_text(fail.rref)} was never created: {fail.reason}"))
+            match instruction:
+                case Send(message, to, item):
+                    self.post.add(message, to, item)
+                case AwaitCreation(rref):
+                    self.inquiries.expected(rref)
+                case FailValue(rref, reason):
+                    value = self.forks.owned.get(rref)
+                    if value is not None:  # even if nothing waits for it yet: later calls raise the error
+                        error = RRefCreationError(f"the value of RRef {_text(rref)} was never created: {reason}")
+                        value.fail(error)
+                case MarkConfirmed(fork):
+                    self._answer(fork)
+                case MarkLost(fork, is_refused):
+                    self._answer(fork)
+                    self._mark_lost(fork, is_refused=is_refused)
+                case ForgetFork(fork):
+                    self._end(fork)
 
     def _answer(self, id_: ForkId) -> None:
         """Wake handlers that wait for a fork to be confirmed."""
@@ -169,21 +142,16 @@ class RRefContext:
         if waiter is not None and not waiter.done():
             waiter.set_result(None)
 
-    def _mark_lost(self, id_: ForkId) -> None:
-        self._answer(id_)
+    def _mark_lost(self, id_: ForkId, *, is_refused: bool) -> None:
         use = self.forks.users.get(id_)
         if use is None:
             return  # no handle is left that could use it
-        owner = use.owner
-        if owner in self._lost:
-            text = f"worker {owner.name!r}, the owner of {use}, was lost, and the value with it"
-            use.fail(OwnerLostError(text, owner.name))
+        owner = use.owner.name
+        if is_refused:
+            text = f"the value of {use} is gone: its owner {owner!r} took the workers that held it for lost"
+            use.fail(RRefError(text))
         else:
-            use.fail(
-                RRefError(
-                    f"the value of {use} is gone: its owner {owner.name!r} took the workers that held it for lost"
-                )
-            )
+            use.fail(OwnerLostError(f"worker {owner!r}, the owner of {use}, was lost, and the value with it", owner))
 
     def _end(self, id_: ForkId) -> None:
         for waiter in self._ends.pop(id_, ()):
@@ -194,18 +162,19 @@ class RRefContext:
         self, message: type[Message], to: WorkerInfo, items: Sequence[Item], reply: Any, error: Exception | None
     ) -> None:
         """A control message was answered, or given up."""
+        forks, carry_out = self.forks, self.carry_out
         if error is not None:
             if message in _ABOUT_FORKS:
                 for rref, id_, *_ in items:
-                    self.happened(events.OwnerUnreached(to, rref, id_))
+                    forks.owner_unreached(to, rref, id_)
             self._forget_peer(to)
         elif message is RRefForkRequest:
             refused = frozenset(reply or ())
             for rref, id_, _ in items:
-                self.happened(events.ForkRefused(id_) if id_ in refused else events.ForkConfirmed(to, rref, id_))
+                carry_out(forks.fork_refused(id_) if id_ in refused else forks.fork_confirmed(to, rref, id_))
         elif message is RRefCreationFailed:
             for rref, id_, *_ in items:
-                self.happened(events.FailureAcknowledged(to, rref, id_))
+                carry_out(forks.failure_acknowledged(to, rref, id_))
         elif message is RRefForkQuery:
             self.inquiries.offers_answered(items, reply)
         elif message is RRefCreationQuery:
@@ -221,14 +190,8 @@ class RRefContext:
 
     def offer(self, rref: RRefId, id_: ForkId, to: WorkerInfo, parent: ForkId | None) -> None:
         """A handle was packed for a worker."""
-        self.happened(events.ForkOffered(rref, id_, to, parent))
+        self.forks.fork_offered(rref, id_, to, parent)
         self.inquiries.offered(id_)
-
-    def share(self, rref: RRefId, value: Value) -> None:
-        """A value of this worker is about to become known to others."""
-        if rref not in self.values:
-            self.values[rref] = value
-            self.happened(events.ValueShared(rref))
 
     def identified(self, worker: WorkerInfo) -> WorkerInfo:
         """A worker with its id, if its sender did not know that and this worker does."""
@@ -238,19 +201,19 @@ class RRefContext:
     def creation_failed_here(self, rref: RRefId, id_: ForkId, number: int, reason: str) -> None:
         """A creation of this worker on itself was given up: it has arrived, or will not be taken any more."""
         if self.deliveries.is_new(self.info.id, self.incarnation, number, self.post.numbers(self.info.name).oldest):
-            self.happened(events.CreationAbandoned(rref, id_, self.info, reason))
-        self.happened(events.UserDeleted(rref, id_))
+            self.carry_out(self.forks.creation_abandoned(rref, id_, self.info, reason))
+        self.forks.user_deleted(rref, id_)
 
     def receive(
         self, rref: RRefId, id_: ForkId, owner: WorkerInfo, parent: WorkerInfo, *, is_created: bool
     ) -> Use | Value:
         """A handle is being unpacked."""
         is_refused = self.forks.refuses(id_)
-        self.happened(events.ForkReceived(rref, id_, owner, parent, is_created))
+        self.carry_out(self.forks.fork_received(rref, id_, owner, parent, is_created))
         if owner == self.info:
             if not is_refused and rref in self.forks.owned:
-                return self.values.setdefault(rref, Value())
-            gone = Value()
+                return self.forks.owned[rref]
+            gone = Value(rref, OwnerState.ABANDONED)
             what = f"the value of RRef {_text(rref)} is gone"
             gone.fail(RRefError(f"{what}: worker {parent.name!r}, which sent it, was taken for lost"))
             return gone
@@ -277,22 +240,24 @@ class RRefContext:
 
     async def value(self, rref: RRefId, *, is_created: bool) -> Any:
         """A value of this worker, once it is there. It may be asked for before its creation has arrived."""
-        value = self.values.get(rref)
+        value = self.forks.owned.get(rref)
         if value is not None:
             self.creations.look_for(value)
             if value.is_ready:
                 return value.get_nowait()
-        self.happened(events.ValueAwaited(rref, is_created))
-        if rref not in self.forks.owned:
+        self.carry_out(self.forks.value_awaited(rref, is_created))
+        value = self.forks.owned.get(rref)
+        if value is None:
             raise RRefError(f"the value of RRef {_text(rref)} is gone from worker {self.info.name!r}")
         try:
-            return await self.values.setdefault(rref, Value()).get()
+            return await value.get()
         finally:
-            self.happened(events.OwnerHandleDropped(rref))
+            self.forks.owner_handle_dropped(rref)
 
     async def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         """Run a function here as if it had been called by itself."""
-        return await self.agent.dispatcher.call(bound(function, template_of(function)), args, kwargs)
+        runs, arguments = runnable(function, tuple(args))
+        return await self.agent.dispatcher.call(runs, arguments, kwargs)
 
     def on_loop(self, function: Callable[[], T]) -> T:
         """Run something on the loop, from whatever thread this is."""
@@ -307,29 +272,24 @@ class RRefContext:
             return
         waiter = self.agent.loop.create_future()
         self._ends.setdefault(id_, []).append(waiter)
-        self.happened(events.HandleDropped(id_))
+        self.carry_out(self.forks.handle_dropped(id_))
         self.post.send_gathered()
         if not use.handles:
             await waiter
 
-    @property
-    def is_quiet(self) -> bool:
-        """Nothing is on its way to other workers."""
-        return self.post.is_idle and not self.drops
-
     async def release_all(self, timeout_s: float | None) -> bool:
         """End every user of this worker; False if some owners did not confirm that in time."""
         self._is_releasing = True
-        self.drops.drain()
+        self.post.handle_drops()
         for use in list(self.forks.users.values()):
             if use.failure is None:
                 use.failure = RRefError(f"{use} was released: worker {self.info.name!r} has shut down")
             while use.handles:
-                self.happened(events.HandleDropped(use.fork))
+                self.carry_out(self.forks.handle_dropped(use.fork))
         for id_ in list(self.forks.offers):
             self.inquiries.ask_about_offer(id_)
         end = None if timeout_s is None else self.agent.loop.time() + timeout_s
-        while self.forks.users or not self.is_quiet:
+        while self.forks.users or not self.post.is_idle:
             self.post.send_gathered()
             if end is not None and self.agent.loop.time() >= end:
                 return False
@@ -339,7 +299,6 @@ class RRefContext:
     def close(self) -> None:
         """Send nothing any more."""
         self._is_closed = True
-        self.drops.close()
         self.inquiries.close()
         self.creations.close()
         self.post.close()
@@ -350,8 +309,7 @@ class RRefContext:
 
     def peer_connected(self, peer: WorkerInfo) -> None:
         if not self._is_closed:
-            self._lost = {lost for lost in self._lost if lost.name != peer.name}
-            self.happened(events.PeerConnected(peer))
+            self.carry_out(self.forks.peer_connected(peer))
 
     def peer_disconnected(self, peer: WorkerInfo, *, has_left: bool) -> None:
         # A worker that leaves while the group shuts down is not lost: what it still holds is a leak, to be reported
@@ -369,7 +327,6 @@ class RRefContext:
             self._forget_peer(peer)
 
     def peer_forgotten(self, peer: WorkerInfo) -> None:
-        self._lost.discard(peer)
         self.post.forget(peer.name)
         self.forks.forget(peer)
 
@@ -377,10 +334,9 @@ class RRefContext:
         """A worker will not come back, as far as anyone can tell."""
         if self._is_closed:
             return
-        self._lost.add(peer)
         self.deliveries.forget(peer.id)
         held = len(self.forks.owned)
-        self.happened(events.PeerLost(peer))
+        self.carry_out(self.forks.peer_lost(peer))
         dropped = held - len(self.forks.owned)
         if dropped:
             logger.info("worker %s was lost: %d values that only it held are dropped", peer.name or peer.id, dropped)

@@ -10,7 +10,6 @@ from arpc.agent.scope import current_scope
 from arpc.agent.server.dispatcher import CreationService
 from arpc.errors import RRefError
 from arpc.ids import GloballyUniqueId, WorkerInfo
-from arpc.rref import events
 from arpc.wire.messages import (
     Message,
     RRefChildAccept,
@@ -72,7 +71,7 @@ class ControlService:
 
     async def _on_fetch(self, rref: int, is_created: bool) -> Any:
         value = await self._context.value(rref, is_created=is_created)
-        held = self._context.values.get(rref)
+        held = self._forks.owned.get(rref)
         if held is not None and held.stays:
             raise RRefError(
                 f"RRef {_text(rref)} is an RRef to a ScriptModule. It can't be sent through RPC from owner, "
@@ -86,26 +85,26 @@ class ControlService:
         caller = _caller()
         if self._deliveries.is_new(caller.id, incarnation, number, oldest):
             for rref, id_, is_created in _items(items, 3):
-                self._context.happened(events.ForkRequested(rref, id_, caller, bool(is_created)))
+                self._context.carry_out(self._forks.fork_requested(rref, id_, caller, bool(is_created)))
         # One that comes again is answered as before: a fork cannot end before this answer
         return [id_ for rref, id_, _ in _items(items, 3) if not self._forks.counts(rref, id_)]
 
     async def _on_child_accept(self, incarnation: int, number: int, oldest: int, items: list[int]) -> None:
         for id_ in items:
-            self._context.happened(events.ChildAccepted(id_))
+            self._context.carry_out(self._forks.child_accepted(id_))
 
     async def _on_user_delete(self, incarnation: int, number: int, oldest: int, items: list[int]) -> None:
         self._creations.keep_answered()
-        user_deleted, carry_out = self._forks.user_deleted, self._context.carry_out
         for rref, id_ in _items(items, 2):
-            carry_out(user_deleted(rref, id_))
+            self._forks.user_deleted(rref, id_)
 
     async def _on_creation_failed(self, incarnation: int, number: int, oldest: int, items: list[Any]) -> None:
         caller = _caller()
         for rref, id_, of_creation, reason in _items(items, 4):
             # A creation that has arrived goes on. One that has not is not taken any more: its number is used now
             if self._deliveries.is_new(caller.id, incarnation, of_creation, oldest):
-                self._context.happened(events.CreationAbandoned(rref, id_, caller, str(reason)[:_LONGEST_REASON]))
+                text = str(reason)[:_LONGEST_REASON]
+                self._context.carry_out(self._forks.creation_abandoned(rref, id_, caller, text))
 
     async def _on_creation_query(self, incarnation: int, number: int, oldest: int, items: list[int]) -> list[int]:
         """The answer: which values this worker has not asked the caller to create, or does not want any more."""
@@ -124,5 +123,5 @@ class ControlService:
             return None
         unknown = [id_ for id_ in items if not self._forks.knows(id_)]
         for id_ in unknown:
-            self._context.happened(events.OfferQueried(id_, caller))
+            self._forks.offer_queried(id_, caller)
         return unknown

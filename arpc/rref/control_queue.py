@@ -1,10 +1,12 @@
-"""Control messages on their way: gathered, sent together, and sent again until they are answered."""
+"""Dropped handles and control messages: gathered, sent together, and sent again until they are answered."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
+from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import chain
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
@@ -12,8 +14,10 @@ from arpc.agent.peers.peer import PeerState
 from arpc.errors import CallError, ShutdownError, UnknownWorkerError
 from arpc.ids import WorkerInfo, address_of
 from arpc.log import get_logger
-from arpc.rref.events import WorkerName
 from arpc.rref.exactly_once import Numbers
+from arpc.rref.instructions import Instruction
+from arpc.rref.user_ref import Use
+from arpc.rref.values import Value
 from arpc.wire.messages import Message, RRefForkRequest, RRefUserDelete
 
 if TYPE_CHECKING:
@@ -25,8 +29,10 @@ logger = get_logger("arpc.rref")
 
 Item: TypeAlias = Sequence[Any]
 
-# Nobody waits for a delete: a few milliseconds gather what a loop drops one by one
-_DELETE_LINGER_S: Final = 0.005
+# Nobody waits for a drop: a few milliseconds gather what a loop drops one by one, and wake the loop once for all of it
+_LINGER_S: Final = 0.01
+_DROPS_PER_TURN: Final = 2500
+"""How many are handled before other callbacks of the loop have their turn."""
 _ITEMS_PER_MESSAGE: Final = 8192
 # How long one attempt may take, in units of the backoff
 _ATTEMPT: Final = 10
@@ -34,7 +40,11 @@ _BACKOFF_FACTOR: Final = 1.5
 
 
 class ControlQueue:
-    """Sends items of messages to peers. `RRefContext.settled` hears what was answered, or why one was given up."""
+    """Sends items of messages to peers. `RRefContext.settled` hears what was answered, or why one was given up.
+
+    Handles are dropped on any thread, in the middle of anything, one by one or by the thousand. They wait here, and
+    with them the deletes that follow: nobody is in a hurry for either.
+    """
 
     def __init__(self, context: RRefContext) -> None:
         self._context = context
@@ -43,9 +53,13 @@ class ControlQueue:
         self._backoff_s = context.options.control_backoff
         self._retries = context.options.control_retries
         self._waiting: dict[tuple[type[Message], WorkerInfo], list[Item]] = {}
-        self._deletes_linger: asyncio.TimerHandle | None = None
+        self._dropped: deque[Use | Value] = deque()
+        """What handles that are gone have held."""
+        self._is_woken = False
+        """The loop will look for dropped handles, and need not be woken for more."""
+        self._timer: asyncio.Handle | None = None
         self._sending: set[asyncio.Task[None]] = set()
-        self._numbers: dict[WorkerName, Numbers] = {}
+        self._numbers: dict[str, Numbers] = {}
         self._first = 1
         """Where the numbers for a peer begin: beyond all that were used for one that was forgotten and may return."""
         self._is_closed = False
@@ -54,21 +68,60 @@ class ControlQueue:
 
     @property
     def is_idle(self) -> bool:
-        return not (self._waiting or self._sending)
+        """Nothing is on its way to other workers, and no handle that was dropped can cause anything."""
+        return not (self._dropped or self._waiting or self._sending)
 
-    def numbers(self, to: WorkerName) -> Numbers:
+    def numbers(self, to: str) -> Numbers:
         """The numbers of messages to a peer. They go on when another worker comes under its name."""
         numbers = self._numbers.get(to)
         if numbers is None:
             numbers = self._numbers[to] = Numbers(self._first)
         return numbers
 
-    def forget(self, to: WorkerName) -> None:
+    def forget(self, to: str) -> None:
         """Let go of the numbers for a peer that is gone, unless messages to it are still under way."""
         numbers = self._numbers.get(to)
         if numbers is not None and numbers.is_settled:
             self._first = max(self._first, numbers.oldest)
             del self._numbers[to]
+
+    def drop(self, held: Use | Value) -> None:
+        """A handle is gone. Called by the garbage collector: on any thread, between any two instructions."""
+        if self._is_closed:
+            return
+        self._dropped.append(held)
+        # A race costs a spare wake-up, never a lost one: the flag is cleared before the queue is emptied
+        if not self._is_woken:
+            self._is_woken = True
+            with suppress(RuntimeError):  # the loop is closed, and the worker gone with it
+                self._loop.call_soon_threadsafe(self._linger)
+
+    def _linger(self) -> None:
+        if self._timer is None and not self._is_closed:
+            self._timer = self._loop.call_later(_LINGER_S, self._look, context=self._context.fresh_context())
+
+    def _look(self) -> None:
+        self._is_woken = False
+        try:
+            self.handle_drops(_DROPS_PER_TURN)  # while the timer is set: what follows need not linger again
+        finally:
+            self._timer = None
+        if self._dropped:
+            self._timer = self._loop.call_soon(self._look)
+        else:
+            self.send_gathered()
+
+    def handle_drops(self, at_most: int | None = None) -> None:
+        """Tell the state machine of handles that were dropped; of all of them, unless ``at_most`` says less."""
+        dropped, forks = self._dropped, self._context.forks
+        following: list[Instruction] = []
+        for _ in range(len(dropped) if at_most is None else min(at_most, len(dropped))):
+            held = dropped.popleft()
+            if isinstance(held, Use):
+                following += forks.handle_dropped(held.fork)
+            else:
+                forks.owner_handle_dropped(held.rref)
+        self._context.carry_out(following)
 
     def add(self, message: type[Message], to: WorkerInfo, item: Item) -> None:
         """Send an item with the next message of its kind."""
@@ -77,16 +130,13 @@ class ControlQueue:
             waiting.append(item)  # it is settled when these are sent
         elif not self._is_closed:
             self._waiting[message, to] = [item]
-            if message is not RRefUserDelete:
+            if message is RRefUserDelete:
+                self._linger()
+            else:
                 self._loop.call_soon(self.send_gathered)
-            elif self._deletes_linger is None:
-                self._deletes_linger = self._loop.call_later(_DELETE_LINGER_S, self.send_gathered)
 
     def send_gathered(self) -> None:
         """Send what is gathered, and do not wait for more."""
-        if self._deletes_linger is not None:
-            self._deletes_linger.cancel()
-            self._deletes_linger = None
         waiting, self._waiting = self._waiting, {}
         for (message, to), items in waiting.items():
             for start in range(0, len(items), _ITEMS_PER_MESSAGE):
@@ -142,8 +192,9 @@ class ControlQueue:
 
     def close(self) -> None:
         self._is_closed = True
+        self._dropped.clear()
         self._waiting.clear()
-        if self._deletes_linger is not None:
-            self._deletes_linger.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         for task in self._sending:
             task.cancel()

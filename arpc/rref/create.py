@@ -13,7 +13,6 @@ from arpc.errors import CallCancelledError, RpcTimeoutError, RRefCreationError, 
 from arpc.ids import UNKNOWN_ID, GloballyUniqueId, WorkerInfo, address_of
 from arpc.options import UNSET, Unset
 from arpc.rref.create_on_owner import KEY, pack_label
-from arpc.rref.events import CreationFailed, OwnerHandleDropped
 from arpc.rref.exactly_once import Numbers
 from arpc.rref.states import UserState
 from arpc.rref.user_ref import OwnerFuture, Use, as_owner_lost
@@ -65,14 +64,16 @@ def start_creation(
         False,
         origin=made or function,
         context=context,
-        function=function,
+        makes=function if isinstance(function, type) else None,
         numbers=numbers,
         number=number,
         anchor=anchor,
     )
-    forks.creation_started(rref, fork, owner, creation)
-    if fork not in forks.users:
-        creation.value = context.values[rref] = Value(creation.made)
+    if owner != context.info:
+        forks.creation_started(creation)
+    else:
+        creation.value = forks.creation_on_oneself_started(rref)
+        creation.value.made = creation.made
     metadata = {KEY: pack_label(context.incarnation, number, oldest, rref, fork, made)}
     is_held = timeout is UNSET
     # by position, which takes less time: type, flags, metadata, is_internal, is_held, is_awaited, called
@@ -103,7 +104,8 @@ class Creation(Use, kw_only=True):
     """One `remote`: the first user of its RRef, and the recipient of the answer to its call."""
 
     context: RRefContext
-    function: Callable[..., Any]
+    makes: type | None
+    """The class whose object the value will be, if that is what was called."""
     numbers: Numbers
     number: int
     anchor: object
@@ -119,18 +121,13 @@ class Creation(Use, kw_only=True):
     watcher: OwnerFuture | None = None
     callbacks: list[Callable[[Any], object]] | None = None
 
-    @property
-    def makes(self) -> type | None:
-        """The class whose object the value will be, if that is what was called."""
-        return self.function if isinstance(self.function, type) else None
-
     def take_back(self) -> None:
         """It was never sent: nobody has to hear of it."""
         self.numbers.settle(self.number)
         if self.value is None:
             del self.context.forks.users[self.fork]
         else:
-            self.context.happened(OwnerHandleDropped(self.rref))
+            self.context.forks.owner_handle_dropped(self.rref)
 
     def fetch_along(self) -> asyncio.Future[tuple[Any, ...]] | None:
         """Let the answer bring the value, too, if the creation has not left yet: what is awaited is a tuple of it.
@@ -156,13 +153,10 @@ class Creation(Use, kw_only=True):
         Asked for once, and kept by the handle alone: its error refers to the code that awaits it, and so to the handle.
         """
         watcher = self.watcher = OwnerFuture(loop=self.context.agent.loop)
-        watcher.on_cancel = self._cancel
+        watcher.on_cancel = self.cancel
         if self.is_settled:
             self._tell()
         return watcher
-
-    def _cancel(self) -> None:
-        self.cancel()
 
     # -- as the recipient of a call
 
@@ -198,11 +192,11 @@ class Creation(Use, kw_only=True):
         context = self.context
         if self.value is None:
             following = context.forks.creation_confirmed(self.owner, self.rref, self.fork)
+            if following:
+                context.carry_out(following)
         else:
             # on oneself: the creation was the worker's own user, and ends
-            following = context.forks.user_deleted(self.rref, self.fork)
-        if following:
-            context.carry_out(following)
+            context.forks.user_deleted(self.rref, self.fork)
         if self.watcher is not None or self.callbacks is not None:
             self._tell()
         waiter, self.waiter = self.waiter, None
@@ -249,7 +243,9 @@ class Creation(Use, kw_only=True):
                 self.fail(failure)
             # The owner is told, and must be able to tell by the number whether the creation has arrived there: until it
             # has answered the number is in use
-            if not context.happened(CreationFailed(self.fork, self.number, text_of(failure))):
+            following = context.forks.creation_failed(self.fork, self.number, text_of(failure))
+            context.carry_out(following)
+            if not following:
                 self.numbers.settle(self.number)
         self._tell()
 

@@ -1,5 +1,8 @@
 """The reference count of RRefs over the whole group, as a state machine: events in, instructions out.
 
+Each event is a method of `Forks`, and returns the instructions that follow from it, if there can be any. Nothing is
+decided elsewhere, and nothing is sent or awaited here.
+
 The value of an RRef lives on its **owner**. Every other worker that holds it is a **user** and has a **fork** of its
 own, with an id that is unique over the group. A worker that sends an RRef makes a fork for the receiver, its **child**,
 and keeps its own until the owner counts the child. So, whatever order messages arrive in:
@@ -34,57 +37,26 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from functools import cache
-from re import sub
 from typing import Final, Generic, TypeAlias, TypeVar
 
-from msgspec.structs import astuple
-
 from arpc.ids import UNKNOWN_ID, WorkerId, WorkerInfo, creator_of
-from arpc.rref.events import (
-    CreationAbandoned,
-    CreationArrived,
-    CreationConfirmed,
-    CreationDenied,
-    CreationEnded,
-    CreationFailed,
-    Event,
-    FailureAcknowledged,
-    ForkConfirmed,
-    ForkId,
-    ForkRefused,
-    PeerLost,
-    RRefId,
-)
 from arpc.rref.instructions import (
     AwaitCreation,
-    DropValue,
     FailValue,
     ForgetFork,
     Instruction,
     MarkConfirmed,
     MarkLost,
-    RunCreation,
-    SendChildAccept,
-    SendCreationFailed,
-    SendForkRequest,
-    SendUserDelete,
+    Send,
 )
-from arpc.rref.states import (
-    OWNER_TRANSITIONS,
-    UNANSWERED,
-    USER_TRANSITIONS,
-    Offer,
-    Owned,
-    OwnerState,
-    UserFork,
-    UserState,
-)
+from arpc.rref.states import UNANSWERED, ForkId, Offer, Owned, OwnerState, RRefId, UserFork, UserState
+from arpc.wire.messages import RRefChildAccept, RRefCreationFailed, RRefForkRequest, RRefUserDelete
 
 __all__ = ["Forks"]
 
 
 U = TypeVar("U", bound=UserFork)
+V = TypeVar("V", bound=Owned)
 _Instructions: TypeAlias = Sequence[Instruction]
 _NOTHING: Final[_Instructions] = ()
 # each is found in a fraction of the time that an attribute of an Enum takes
@@ -92,27 +64,26 @@ _CREATING: Final = UserState.CREATING
 _REQUESTED: Final = UserState.REQUESTED
 _CONFIRMED: Final = UserState.CONFIRMED
 _LOST: Final = UserState.LOST
-_next_user_state = USER_TRANSITIONS.get
-_next_owner_state = OWNER_TRANSITIONS.get
+_EXPECTED: Final = OwnerState.EXPECTED
+_RUNNING: Final = OwnerState.CREATING
+_READY: Final = OwnerState.READY
 _REMEMBERED_OWNERS: Final = 1024
 """How many lost owners are told of forks that have ended, should they come back."""
-_AFTER_ARRIVAL: Final = OWNER_TRANSITIONS[OwnerState.EXPECTED, CreationArrived]
 
 
-@cache
-def _method_of(event: type[Event]) -> str:
-    """The name of the method that handles an event: ``fork_offered`` for `ForkOffered`."""
-    return sub(r"(?<!^)([A-Z])", r"_\1", event.__name__).lower()
+class Forks(Generic[U, V]):
+    """The RRefs of one worker: those it owns and those it uses.
 
+    ``make_user`` and ``make_owned`` make what is kept of each of these.
+    """
 
-class Forks(Generic[U]):
-    """The RRefs of one worker: those it owns and those it uses. ``make_user`` makes what is kept of each of these."""
-
-    def __init__(self, me: WorkerInfo, make_user: type[U]) -> None:
+    def __init__(self, me: WorkerInfo, make_user: Callable[..., U], make_owned: Callable[..., V]) -> None:
         self.me = me
         self._make_user = make_user
+        self._make_owned = make_owned
         self.users: dict[ForkId, U] = {}
-        self.owned: dict[RRefId, Owned] = {}
+        self.owned: dict[RRefId, V] = {}
+        """Values that somebody holds, or is known to want: one that leaves this table is dropped."""
         self.offers: dict[ForkId, Offer] = {}
         """Forks sent to others that have not been heard of since."""
         self._refused: dict[ForkId, WorkerInfo] = {}
@@ -120,14 +91,6 @@ class Forks(Generic[U]):
         self._lost: set[WorkerId] = set()
         self._ghosts: OrderedDict[WorkerInfo, list[tuple[RRefId, ForkId]]] = OrderedDict()
         """Forks of owners taken for lost. Should one of them come back after all, it may count them still."""
-
-    def handle(self, event: Event) -> Sequence[Instruction]:
-        """Return the instructions that follow from an event.
-
-        Each event is a method, too, which takes the fields of the event: this calls it. Nothing is decided elsewhere.
-        """
-        method: Callable[..., _Instructions] = getattr(self, _method_of(event.__class__))
-        return method(*astuple(event))
 
     # -- looking
 
@@ -147,7 +110,7 @@ class Forks(Generic[U]):
     def is_expected(self, rref: RRefId) -> bool:
         """Whether users of a value were heard of here, and its creation was not."""
         owned = self.owned.get(rref)
-        return owned is not None and owned.state is OwnerState.EXPECTED
+        return owned is not None and owned.state is _EXPECTED
 
     def creations_under_way(self, owner: WorkerInfo) -> frozenset[RRefId]:
         """The values that this worker has asked another one to create, and has not given up."""
@@ -166,8 +129,7 @@ class Forks(Generic[U]):
             any(user.owner == worker for user in self.users.values())
             or any(offer.to == worker for offer in self.offers.values())
             or any(
-                worker in owned.forks.values()
-                or (owned.state is OwnerState.EXPECTED and creator_of(owned.rref) == worker.id)
+                worker in owned.forks.values() or (owned.state is _EXPECTED and creator_of(owned.rref) == worker.id)
                 for owned in self.owned.values()
             )
         )
@@ -177,45 +139,47 @@ class Forks(Generic[U]):
         """Nothing is held here in either role."""
         return not (self.users or self.owned or self.offers)
 
-    # -- users
+    # -- events: what happened to this worker's users
 
-    def creation_started(self, rref: RRefId, fork: ForkId, owner: WorkerInfo, user: U | None = None) -> _Instructions:
-        """``user`` is what is kept of it, if that has been made."""
-        if owner == self.me:
-            # on oneself: no user, but a value that is held by its handle and waits for its creation
-            owned = self.owned[rref] = Owned(rref, OwnerState.EXPECTED)
-            owned.holds = 1
-        else:
-            self.users[fork] = user or self._make_user(rref, fork, owner, self.me, _CREATING, False)
-        return _NOTHING
+    def creation_started(self, user: U) -> None:
+        """`remote` was called here: another worker will be asked to create the value."""
+        self.users[user.fork] = user
 
     def creation_confirmed(self, owner: WorkerInfo, rref: RRefId, fork: ForkId) -> _Instructions:
+        """The owner has run the creation, and counts its fork."""
         user = self.users.get(fork)
-        if user is None or (state := _next_user_state((user.state, CreationConfirmed))) is None:
+        if user is None or user.state is not _CREATING:
             return self._counted(owner, rref, fork)
-        user.state = state
+        user.state = _CONFIRMED
         user.is_created = True
         return _NOTHING if user.handles else self._end_if_unused(user)
 
     def creation_failed(self, fork: ForkId, number: int, reason: str) -> _Instructions:
+        """The creation was given up here. The owner may have run it, or may still receive it.
+
+        ``number`` is that of the creation, see `exactly_once`: the owner handles the creation or the news of its
+        failure, never both.
+        """
         user = self.users.get(fork)
-        if user is None or (state := _next_user_state((user.state, CreationFailed))) is None:
+        if user is None or user.state is not _CREATING:
             return _NOTHING
-        user.state = state
+        user.state = UserState.FAILING
         # At once, and not when the last handle is dropped: others may wait for the value. The fork ends only after the
         # answer, or its end could overtake the news, which counts it.
-        return (SendCreationFailed(user.owner, user.rref, fork, number, reason),)
+        return (Send(RRefCreationFailed, user.owner, (user.rref, fork, number, reason)),)
 
     def failure_acknowledged(self, owner: WorkerInfo, rref: RRefId, fork: ForkId) -> _Instructions:
+        """The owner knows that the creation was given up, and counts its fork."""
         user = self.users.get(fork)
-        if user is None or (state := _next_user_state((user.state, FailureAcknowledged))) is None:
+        if user is None or user.state is not UserState.FAILING:
             return self._counted(owner, rref, fork)
-        user.state = state
+        user.state = UserState.FAILED
         return self._end_if_unused(user)
 
     def fork_received(
         self, rref: RRefId, fork: ForkId, owner: WorkerInfo, parent: WorkerInfo, is_created: bool
     ) -> _Instructions:
+        """An RRef was unpacked here. ``is_created``: the parent knew that the owner has the value."""
         if fork in self._refused:
             return _NOTHING
         if owner == self.me:
@@ -228,26 +192,41 @@ class Forks(Generic[U]):
         state = _CONFIRMED if parent == owner else _REQUESTED
         self.users[fork] = self._make_user(rref, fork, owner, parent, state, is_created)
         if state is _REQUESTED:
-            return (SendForkRequest(owner, rref, fork, is_created),)
+            return (Send(RRefForkRequest, owner, (rref, fork, is_created)),)
         return _NOTHING
 
     def fork_confirmed(self, owner: WorkerInfo, rref: RRefId, fork: ForkId) -> _Instructions:
-        return self._fork_settled(fork, ForkConfirmed) or self._counted(owner, rref, fork)
+        """The owner counts a fork that asked for it."""
+        user = self.users.get(fork)
+        if user is None or user.state is not _REQUESTED:
+            return self._counted(owner, rref, fork)
+        user.state = _CONFIRMED
+        return (MarkConfirmed(fork), *self._accept(fork, user.parent), *self._end_if_unused(user))
 
     def fork_refused(self, fork: ForkId) -> _Instructions:
-        return self._fork_settled(fork, ForkRefused)
-
-    def _fork_settled(self, fork: ForkId, event: type[Event]) -> _Instructions:
+        """The owner does not have the value any more, or cannot be asked."""
         user = self.users.get(fork)
-        if user is None or (state := _next_user_state((user.state, event))) is None:
+        if user is None or user.state is not _REQUESTED:
             return _NOTHING
-        user.state = state
-        mark = MarkConfirmed if state is _CONFIRMED else MarkLost
-        return (mark(fork), *self._accept(fork, user.parent), *self._end_if_unused(user))
+        user.state = _LOST
+        return (MarkLost(fork, is_refused=True), *self._accept(fork, user.parent), *self._end_if_unused(user))
+
+    def owner_unreached(self, owner: WorkerInfo, rref: RRefId, fork: ForkId) -> None:
+        """The owner did not answer a message about a fork: the message may have arrived all the same."""
+        if self._is_given_up(fork):
+            self._remember_ghost(owner, rref, fork)
+
+    def handle_dropped(self, fork: ForkId) -> _Instructions:
+        """A user's handle was dropped or released."""
+        user = self.users.get(fork)
+        if user is None or not user.handles:
+            return _NOTHING
+        user.handles -= 1
+        return self._end_if_unused(user)
 
     def _counted(self, owner: WorkerInfo, rref: RRefId, fork: ForkId) -> _Instructions:
         """By its answer, the owner counts a fork that was not waiting for that: it may have been given up here."""
-        return (SendUserDelete(owner, rref, fork),) if self._is_given_up(fork) else _NOTHING
+        return (Send(RRefUserDelete, owner, (rref, fork)),) if self._is_given_up(fork) else _NOTHING
 
     def _is_given_up(self, fork: ForkId) -> bool:
         """Whether a fork is of no use any more: it has ended, or its owner was taken for lost."""
@@ -258,14 +237,7 @@ class Forks(Generic[U]):
         """A fork needs its parent no more."""
         if parent == self.me:
             return self.child_accepted(fork)
-        return (SendChildAccept(parent, fork),)
-
-    def handle_dropped(self, fork: ForkId) -> _Instructions:
-        user = self.users.get(fork)
-        if user is None or not user.handles:
-            return _NOTHING
-        user.handles -= 1
-        return self._end_if_unused(user)
+        return (Send(RRefChildAccept, parent, (fork,)),)
 
     def _end_if_unused(self, user: UserFork) -> _Instructions:
         if user.handles or user.children or user.state in UNANSWERED:
@@ -273,156 +245,165 @@ class Forks(Generic[U]):
         del self.users[user.fork]
         if user.state is _LOST:
             return (ForgetFork(user.fork),)
-        return (SendUserDelete(user.owner, user.rref, user.fork),)
+        return (Send(RRefUserDelete, user.owner, (user.rref, user.fork)),)
 
-    # -- offers
+    # -- events: what happened to forks that this worker offered, or was offered
 
-    def fork_offered(self, rref: RRefId, fork: ForkId, to: WorkerInfo, parent: ForkId | None) -> _Instructions:
+    def fork_offered(self, rref: RRefId, fork: ForkId, to: WorkerInfo, parent: ForkId | None) -> None:
+        """An RRef was packed here for another worker. ``parent``: the fork it was made from; None on the owner."""
         self.offers[fork] = Offer(rref, to, parent)
         if parent is None:
             self.owned[rref].forks[fork] = to
         else:
             self.users[parent].children += 1
-        return _NOTHING
 
     def child_accepted(self, fork: ForkId) -> _Instructions:
-        offer = self.offers.pop(fork, None)
-        if offer is None:
+        """The child is counted by the owner."""
+        offer = self.offers.get(fork)
+        if offer is not None and offer.parent is None and offer.to != self.me:
+            del self.offers[fork]  # it was counted when it was sent
             return _NOTHING
-        if offer.parent is not None:
-            return self._forget_child(offer.parent)
-        if offer.to == self.me:
-            # sent to itself: the handle that came of it holds the value now
-            return self._forget_fork(offer.rref, fork)
-        return _NOTHING
+        # if this worker sent it to itself, the handle that came of it holds the value now
+        return self._end_offer(fork)
 
-    def offer_known(self, fork: ForkId) -> _Instructions:
+    def offer_known(self, fork: ForkId) -> None:
+        """The worker that was offered a fork has it."""
         offer = self.offers.get(fork)
         # a user's child still has to be accepted: known is not counted
         if offer is not None and offer.parent is None:
             del self.offers[fork]
-        return _NOTHING
 
     def offer_refused(self, fork: ForkId) -> _Instructions:
+        """The worker that was offered a fork never got it, and will not take it."""
+        return self._end_offer(fork)
+
+    def _end_offer(self, fork: ForkId) -> _Instructions:
+        """What a fork was made from need not be kept for it any more."""
         offer = self.offers.pop(fork, None)
         if offer is None:
             return _NOTHING
-        if offer.parent is not None:
-            return self._forget_child(offer.parent)
-        return self._forget_fork(offer.rref, fork)
-
-    def offer_queried(self, fork: ForkId, parent: WorkerInfo) -> _Instructions:
-        if fork not in self.users:
-            self._refused[fork] = parent
-        return _NOTHING
-
-    def _forget_child(self, parent: ForkId) -> _Instructions:
-        """Called once for each child: when its offer is settled."""
-        user = self.users[parent]
+        if offer.parent is None:
+            self._forget_fork(offer.rref, fork)
+            return _NOTHING
+        user = self.users[offer.parent]
         user.children -= 1
         return self._end_if_unused(user)
 
-    # -- the owner
+    def offer_queried(self, fork: ForkId, parent: WorkerInfo) -> None:
+        """A worker that offered a fork asks whether it is known here; the answer is `knows`, asked before."""
+        if fork not in self.users:
+            self._refused[fork] = parent
 
-    def value_shared(self, rref: RRefId) -> _Instructions:
-        if rref not in self.owned:
-            owned = self.owned[rref] = Owned(rref, OwnerState.READY)
+    # -- events: what happened to this worker's own values
+
+    def value_shared(self, owned: V) -> None:
+        """A value of this worker got an id that others can hold; its handle here holds it too."""
+        if owned.rref not in self.owned:
+            self.owned[owned.rref] = owned
             owned.holds = 1
-        return _NOTHING
 
-    def creation_arrived(self, rref: RRefId, fork: ForkId, user: WorkerInfo) -> _Instructions:
+    def creation_arrived(self, rref: RRefId, fork: ForkId, user: WorkerInfo) -> V | None:
+        """A worker wants a value created here; None if it must not be, because it was given up."""
         owned = self.owned.get(rref)
-        if owned is None:
-            self.owned[rref] = Owned(rref, _AFTER_ARRIVAL, {fork: user}, 1)  # nobody has asked for it before
-            return (RunCreation(rref),)
-        state = _next_owner_state((owned.state, CreationArrived))
-        if state is None:
-            return _NOTHING
-        owned.state = state
+        if owned is None:  # nobody has asked for it before
+            owned = self.owned[rref] = self._make_owned(rref, _RUNNING, {fork: user}, 1)
+            return owned
+        if owned.state is not _EXPECTED:
+            return None
+        owned.state = _RUNNING
         owned.forks[fork] = user
         owned.holds += 1
-        return (RunCreation(rref),)
+        return owned
 
-    def creation_ended(self, rref: RRefId) -> _Instructions:
+    def creation_ended(self, rref: RRefId) -> None:
+        """The value, or the error in its place, is there."""
         owned = self.owned.get(rref)
-        if owned is None or (state := _next_owner_state((owned.state, CreationEnded))) is None:
-            return _NOTHING
-        owned.state = state
-        owned.holds -= 1
-        return _NOTHING if owned.forks else self._drop_if_unused(owned)
+        if owned is not None and owned.state is _RUNNING:
+            owned.state = _READY
+            owned.holds -= 1
+            if not owned.forks:
+                self._drop_if_unused(owned)
 
     def creation_abandoned(self, rref: RRefId, fork: ForkId, user: WorkerInfo, reason: str) -> _Instructions:
+        """The creator gave a creation up that has not arrived here, and will not be taken any more."""
         owned = self.owned.get(rref)
         if owned is None:
-            owned = self.owned[rref] = Owned(rref, OwnerState.EXPECTED)
-        following = self._abandon(owned, CreationAbandoned, reason)
+            owned = self.owned[rref] = self._make_owned(rref, _EXPECTED)
+        following = self._abandon(owned, reason)
         if owned.state is OwnerState.ABANDONED:
             owned.forks[fork] = user  # as the creation would have done: users of it may be on their way still
         return following
 
     def creation_denied(self, rref: RRefId) -> _Instructions:
+        """The worker that would have created an expected value says that no creation of it is on its way here."""
         owned = self.owned.get(rref)
         if owned is None:
             return _NOTHING
-        return self._abandon(owned, CreationDenied, "the worker that was to create it knows of no such creation")
+        return self._abandon(owned, "the worker that was to create it knows of no such creation")
 
-    def _abandon(self, owned: Owned, event: type[Event], reason: str) -> _Instructions:
-        state = _next_owner_state((owned.state, event))
-        if state is None:
+    def _abandon(self, owned: V, reason: str) -> _Instructions:
+        if owned.state is not _EXPECTED:
             return _NOTHING
-        owned.state = state
+        owned.state = OwnerState.ABANDONED
         return (FailValue(owned.rref, reason),)
 
     def fork_requested(self, rref: RRefId, fork: ForkId, user: WorkerInfo, is_created: bool) -> _Instructions:
+        """A user asks to be counted. Afterwards `counts` tells whether it is."""
         owned, following = self._find_or_expect(rref, is_created)
         if owned is not None:
             owned.forks[fork] = user
         return following
 
-    def user_deleted(self, rref: RRefId, fork: ForkId) -> _Instructions:
+    def user_deleted(self, rref: RRefId, fork: ForkId) -> None:
+        """A user has ended."""
         if self.offers:
             self.offers.pop(fork, None)
-        return self._forget_fork(rref, fork)
+        self._forget_fork(rref, fork)
 
     def value_awaited(self, rref: RRefId, is_created: bool) -> _Instructions:
+        """Something here wants a value that may not have been created yet; it holds it until `owner_handle_dropped`."""
         owned, following = self._find_or_expect(rref, is_created)
         if owned is not None:
             owned.holds += 1
         return following
 
-    def owner_handle_dropped(self, rref: RRefId) -> _Instructions:
-        owned = self.owned.get(rref)
-        if owned is None or not owned.holds:
-            return _NOTHING
-        owned.holds -= 1
-        return self._drop_if_unused(owned)
+    def creation_on_oneself_started(self, rref: RRefId) -> V:
+        """`remote` was called here, for this worker itself: the handle holds a value that is still to be created."""
+        owned = self.owned[rref] = self._make_owned(rref, _EXPECTED)
+        owned.holds = 1
+        return owned
 
-    def _find_or_expect(self, rref: RRefId, is_created: bool) -> tuple[Owned | None, _Instructions]:
+    def owner_handle_dropped(self, rref: RRefId) -> None:
+        """A handle of the owner itself, or a call that waited for the value, is gone."""
+        owned = self.owned.get(rref)
+        if owned is not None and owned.holds:
+            owned.holds -= 1
+            self._drop_if_unused(owned)
+
+    def _find_or_expect(self, rref: RRefId, is_created: bool) -> tuple[V | None, _Instructions]:
         """A value of this worker; one that is not here may still be on its way, unless that is known not to be so."""
         owned = self.owned.get(rref)
         if owned is not None:
             return owned, _NOTHING
         if is_created or creator_of(rref) == self.me.id or creator_of(rref) in self._lost:
             return None, _NOTHING
-        owned = self.owned[rref] = Owned(rref, OwnerState.EXPECTED)
+        owned = self.owned[rref] = self._make_owned(rref, _EXPECTED)
         return owned, (AwaitCreation(rref),)
 
-    def _forget_fork(self, rref: RRefId, fork: ForkId) -> _Instructions:
+    def _forget_fork(self, rref: RRefId, fork: ForkId) -> None:
         owned = self.owned.get(rref)
-        if owned is None:
-            return _NOTHING
-        owned.forks.pop(fork, None)
-        return self._drop_if_unused(owned)
+        if owned is not None:
+            owned.forks.pop(fork, None)
+            self._drop_if_unused(owned)
 
-    def _drop_if_unused(self, owned: Owned) -> _Instructions:
-        if owned.forks or owned.holds:
-            return _NOTHING
-        del self.owned[owned.rref]
-        return (DropValue(owned.rref),)
+    def _drop_if_unused(self, owned: V) -> None:
+        if not (owned.forks or owned.holds):
+            del self.owned[owned.rref]
 
-    # -- lost workers
+    # -- events: workers that are lost, and come back
 
     def peer_lost(self, worker: WorkerInfo) -> _Instructions:
+        """A worker died or left, and its time to come back is over."""
         if worker.id != UNKNOWN_ID:
             self._lost.add(worker.id)
         self._refused = {fork: parent for fork, parent in self._refused.items() if parent != worker}
@@ -435,27 +416,20 @@ class Forks(Generic[U]):
                 following += self._owner_lost(user)
         for owned in list(self.owned.values()):
             if creator_of(owned.rref) == worker.id:
-                following += self._abandon(owned, PeerLost, "the worker that was to create it is lost")
+                following += self._abandon(owned, "the worker that was to create it is lost")
             for fork, holder in list(owned.forks.items()):
                 if holder == worker:
                     del owned.forks[fork]
-            following += self._drop_if_unused(owned)
+            self._drop_if_unused(owned)
         return following
 
     def _owner_lost(self, user: UserFork) -> _Instructions:
-        was_requested = user.state is _REQUESTED
-        state = _next_user_state((user.state, PeerLost))
-        if state is None:
+        if user.state is _LOST:
             return self._end_if_unused(user)
-        user.state = state
+        accept = self._accept(user.fork, user.parent) if user.state is _REQUESTED else _NOTHING
+        user.state = _LOST
         self._remember_ghost(user.owner, user.rref, user.fork)
-        accept = self._accept(user.fork, user.parent) if was_requested else _NOTHING
         return (MarkLost(user.fork), *accept, *self._end_if_unused(user))
-
-    def owner_unreached(self, owner: WorkerInfo, rref: RRefId, fork: ForkId) -> _Instructions:
-        if self._is_given_up(fork):
-            self._remember_ghost(owner, rref, fork)
-        return _NOTHING
 
     def _remember_ghost(self, owner: WorkerInfo, rref: RRefId, fork: ForkId) -> None:
         self._ghosts.setdefault(owner, []).append((rref, fork))
@@ -463,6 +437,7 @@ class Forks(Generic[U]):
             self._ghosts.popitem(last=False)
 
     def peer_connected(self, worker: WorkerInfo) -> _Instructions:
+        """There is a connection to a worker: for the first time, again, or although it was taken for lost."""
         self._lost.discard(worker.id)
         named = WorkerInfo(worker.name, UNKNOWN_ID)
         for user in self.users.values():
@@ -471,8 +446,8 @@ class Forks(Generic[U]):
         # the predecessors of a worker never come back
         ghosts = {owner: self._ghosts.pop(owner) for owner in list(self._ghosts) if owner.name == worker.name}
         return [
-            SendUserDelete(worker, rref, fork)
+            Send(RRefUserDelete, worker, item)
             for owner, forks in ghosts.items()
             if owner in (worker, named)
-            for rref, fork in forks
+            for item in forks
         ]

@@ -29,8 +29,8 @@ from arpc.options import UNSET, Unset
 from arpc.rref.calls import call_method, rref_typeof_on_owner, stream_items, stream_method
 from arpc.rref.context import RRefContext
 from arpc.rref.create import Creation, start_creation
-from arpc.rref.events import ForkId, OwnerHandleDropped, RRefId
 from arpc.rref.proxies import AsyncProxy, RemoteProxy, StreamProxy, SyncProxy
+from arpc.rref.states import ForkId, OwnerState, RRefId
 from arpc.rref.user_ref import FetchFuture, OwnerFuture, Use
 from arpc.rref.values import NOTHING, Value
 from arpc.torchjit import ScriptModule
@@ -71,7 +71,6 @@ class RRef(Generic[T_co]):
         "_creation",
         "_future",
         "_is_released",
-        "_rref",
         "_type",
         "_use",
         "_value",
@@ -91,34 +90,34 @@ class RRef(Generic[T_co]):
         context: RRefContext = scope.worker.rref_context
         made = _stack() if context.options.rref_creation_stacks else "RRef()"
         stays = type_hint is not None and isinstance(value, ScriptModule)
-        held = Value(made, content=value, stays=stays)
-        self.set_up(context, context.ids.next_number(), None, held)
+        held = Value(context.ids.next_number(), OwnerState.READY, made=made, content=value, stays=stays)
+        self.set_up(context, None, held)
         self._type = type_hint
 
     def set_up(
-        self,
-        context: RRefContext,
-        rref: RRefId,
-        use: Use | None,
-        value: Value | None,
-        creation: Creation | None = None,
+        self, context: RRefContext, use: Use | None, value: Value | None, creation: Creation | None = None
     ) -> None:
         """Fill in a new handle to what a worker's context knows: a ``use``, or a ``value`` of that worker itself."""
         self._context = context
-        self._rref = rref
         self._use = use
         self._value = value
         self._creation = creation
         self._future = None
-        self._is_released = False
         self._type = None
+        self._is_released = False
 
     @classmethod
-    def of(cls, context: RRefContext, rref: RRefId, held: Use | Value) -> Self:
+    def of(cls, context: RRefContext, held: Use | Value) -> Self:
         """An RRef to something that a worker's context knows. For arpc's own code."""
         made = _new_rref(cls)
-        made.set_up(context, rref, held if isinstance(held, Use) else None, held if isinstance(held, Value) else None)
+        made.set_up(context, held if isinstance(held, Use) else None, held if isinstance(held, Value) else None)
         return made
+
+    @property
+    def _rref(self) -> RRefId:
+        held = self._value if self._use is None else self._use
+        assert held is not None
+        return held.rref
 
     # -- owner and state
 
@@ -226,7 +225,7 @@ class RRef(Generic[T_co]):
                     return value
         context = self._context
         future, is_created = self.owner_future(FetchFuture), use.is_created
-        context.agent.request(RRefFetch, address_of(use.owner), (self._rref, is_created), timeout, future=future)
+        context.agent.request(RRefFetch, address_of(use.owner), (use.rref, is_created), timeout, future=future)
         if not is_created:
             # it is interrupted if it turns out that there will be no value
             if use.fetches is None:
@@ -340,14 +339,15 @@ class RRef(Generic[T_co]):
                 set_may_have_run(error, may_have_run=False)  # the error is kept, and about another call
                 raise
         if use is not None:
-            return self._rref, use.is_created
-        self._context.on_loop(lambda: self._context.share(self._rref, cast("Value", self._value)))
-        return self._rref, False
+            return use.rref, use.is_created
+        value = cast("Value", self._value)
+        self._context.on_loop(lambda: self._context.forks.value_shared(value))
+        return value.rref, False
 
     def owner_future(self, kind: type[F]) -> F:
-        """A future for `call_on_owner`."""
+        """A future for a call of the owner. The RRef lives until that has ended."""
         future = kind(loop=self._context.agent.loop)
-        future.owner = self._owner.name
+        future.anchor = self
         return future
 
     def call_on_owner(
@@ -361,15 +361,13 @@ class RRef(Generic[T_co]):
         name: str = "",
         depth: int = 5,
     ) -> None:
-        """Call a function on the owner, with `target` before its arguments. The RRef lives until the call has ended.
+        """Call a function on the owner, with `target` before its arguments, for an `owner_future`.
 
         ``name`` is what people call the function, if not by its own; ``depth`` is that of the user's frame.
         """
-        future.anchor = self
-        arguments = (*self.target(), *args)
-        self._context.agent.call(
-            address_of(self._owner), function, arguments, kwargs, timeout, depth=depth, future=future, name=name
-        )
+        arguments, context, use = (*self.target(), *args), self._context, self._use
+        to = address_of(context.info if use is None else use.owner)
+        context.agent.call(to, function, arguments, kwargs, timeout, depth=depth, future=future, name=name)
 
     def known_type(self) -> type | None:
         """The type of the value, if that is known here without asking anybody."""
@@ -408,7 +406,7 @@ class RRef(Generic[T_co]):
             is_created = not context.forks.is_expected(number)
 
             def share_and_offer() -> None:
-                context.share(number, value)
+                context.forks.value_shared(value)
                 context.offer(number, fork, to, None)
 
             parcel.packed.append(lambda: context.on_loop(share_and_offer))
@@ -444,9 +442,14 @@ class RRef(Generic[T_co]):
             except RuntimeError:
                 self._context.agent.check_loop()
                 raise
-        elif self._context.values.get(self._rref) is self._value:
-            self._context.happened(OwnerHandleDropped(self._rref))
-        self._value = Value(content=None) if self._value is not None else None
+        elif (value := self._value) is not None:
+            owned = self._context.forks.owned
+            if owned.get(value.rref) is value:
+                self._context.forks.owner_handle_dropped(value.rref)
+                if value.rref not in owned and not value.is_ready:
+                    # The creation has yet to come, and makes another value: nothing may wait for this one
+                    value.fail(RRefError(f"RRef {self.ids()[0]} was released before its value was there"))
+            self._value = Value(value.rref, OwnerState.READY, content=None)
 
     async def __aenter__(self) -> Self:
         return self
@@ -457,14 +460,17 @@ class RRef(Generic[T_co]):
         await self.release()
 
     def __del__(self) -> None:
-        # On any thread, at any time, and perhaps half made: see DropQueue
-        if getattr(self, "_is_released", True):
+        # On any thread, at any time, and perhaps half made: see ControlQueue.drop
+        try:
+            if self._is_released:
+                return
+        except AttributeError:  # it was never set up
             return
-        use, context = self._use, self._context
+        context, use, value = self._context, self._use, self._value
         if use is not None:
-            context.drops.add(use.fork)
-        elif context.values.get(self._rref) is self._value:
-            context.drops.add(OwnerHandleDropped(self._rref))
+            context.post.drop(use)
+        elif value is not None and context.forks.owned.get(value.rref) is value:
+            context.post.drop(value)
 
     def __reduce__(self) -> NoReturn:
         raise SerializationError(
@@ -507,5 +513,5 @@ def create_remote(
         creation = context.on_loop(start)
     value = creation.value
     rref: RRef[Any] = _new_rref(RRef)
-    rref.set_up(context, creation.rref, None if value is not None else creation, value, creation)
+    rref.set_up(context, creation if value is None else None, value, creation)
     return rref

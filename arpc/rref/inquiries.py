@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from arpc.ids import WorkerInfo, creator_of
 from arpc.rref.control_queue import Item
-from arpc.rref.events import CreationDenied, ForkId, OfferKnown, OfferRefused, RRefId
+from arpc.rref.states import ForkId, RRefId
 from arpc.wire.messages import RRefCreationQuery, RRefForkQuery
 
 if TYPE_CHECKING:
@@ -86,8 +86,10 @@ class Inquiries:
         """A worker has said which of the forks it was asked about are unknown to it; None: ask again later."""
         refused = frozenset(unknown or ())
         for (fork,) in items:
-            if unknown is not None:
-                self._context.happened(OfferRefused(fork) if fork in refused else OfferKnown(fork))
+            if fork in refused:
+                self._context.carry_out(self._forks.offer_refused(fork))
+            elif unknown is not None:
+                self._forks.offer_known(fork)
             if fork in self._forks.offers:
                 self.offered(fork)
 
@@ -102,7 +104,7 @@ class Inquiries:
         not_coming = frozenset(denied)
         for (rref,) in items:
             if rref in not_coming:
-                self._context.happened(CreationDenied(rref))
+                self._context.carry_out(self._forks.creation_denied(rref))
             elif self._forks.is_expected(rref):
                 self.expected(rref)
 

@@ -2,79 +2,31 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import msgspec
 
 from arpc.ids import WorkerInfo
-from arpc.rref.events import ForkId, RRefId
+from arpc.rref.states import ForkId, RRefId
+from arpc.wire.messages import Message
 
-__all__ = [
-    "AwaitCreation",
-    "DropValue",
-    "FailValue",
-    "ForgetFork",
-    "Instruction",
-    "MarkConfirmed",
-    "MarkLost",
-    "RunCreation",
-    "SendChildAccept",
-    "SendCreationFailed",
-    "SendForkRequest",
-    "SendUserDelete",
-]
+__all__ = ["AwaitCreation", "FailValue", "ForgetFork", "Instruction", "MarkConfirmed", "MarkLost", "Send"]
 
 
 class Instruction(msgspec.Struct, frozen=True, gc=False):
     """Something that is to be done."""
 
 
-class SendForkRequest(Instruction, frozen=True):
-    """Ask the owner to count a fork."""
+class Send(Instruction, frozen=True):
+    """Tell another worker about one fork: ``item`` goes with the next message of that class."""
 
+    message: type[Message]
     to: WorkerInfo
-    rref: RRefId
-    fork: ForkId
-    is_created: bool
-
-
-class SendChildAccept(Instruction, frozen=True):
-    """Tell the parent that its child is counted."""
-
-    to: WorkerInfo
-    fork: ForkId
-
-
-class SendUserDelete(Instruction, frozen=True):
-    """Tell the owner that a user has ended."""
-
-    to: WorkerInfo
-    rref: RRefId
-    fork: ForkId
-
-
-class SendCreationFailed(Instruction, frozen=True):
-    """Tell the owner that the creation of a value was given up."""
-
-    to: WorkerInfo
-    rref: RRefId
-    fork: ForkId
-    number: int
-    reason: str
+    item: tuple[Any, ...]
 
 
 class AwaitCreation(Instruction, frozen=True):
     """A value is expected. If its creation does not arrive in time, ask its creator whether it is still on its way."""
-
-    rref: RRefId
-
-
-class RunCreation(Instruction, frozen=True):
-    """Make the value."""
-
-    rref: RRefId
-
-
-class DropValue(Instruction, frozen=True):
-    """Nobody holds it any more."""
 
     rref: RRefId
 
@@ -99,6 +51,8 @@ class MarkConfirmed(Instruction, frozen=True):
 
 
 class MarkLost(Instruction, frozen=True):
-    """It cannot be used any more."""
+    """It cannot be used any more: its owner is lost, or does not have the value."""
 
     fork: ForkId
+    is_refused: bool = False
+    """The owner is there, and does not count the fork."""

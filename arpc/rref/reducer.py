@@ -31,7 +31,7 @@ def _rebuild(owner_name: str, owner_id: int, rref: int, fork: int, parent: str, 
     owner = context.identified(WorkerInfo(owner_name, owner_id))
     # the id of a fork names its maker, which is the sender
     held = context.receive(rref, fork, owner, WorkerInfo(parent, creator_of(fork)), is_created=is_created)
-    made: RRef[Any] = RRef.of(context, rref, held)
+    made: RRef[Any] = RRef.of(context, held)
     return made if context.skin is None else context.skin.wrap(made)
 
 

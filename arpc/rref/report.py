@@ -13,7 +13,6 @@ from arpc.ids import GloballyUniqueId
 from arpc.log import get_logger
 from arpc.rref.context import RRefContext
 from arpc.rref.states import UNANSWERED, UserState
-from arpc.rref.values import Value
 
 __all__ = ["RRefRow", "find_held", "find_survivors", "report_leaks", "report_survivors", "rref_rows", "rref_statistics"]
 
@@ -53,35 +52,38 @@ def rref_rows(context: RRefContext) -> list[RRefRow]:
     """Those this worker owns, then those it uses."""
     if get_ident() == context.thread:  # values belong to the loop, and anybody may ask for a report
         context.creations.keep_answered()
-    rows = []
     now = monotonic()
-    for owned in context.forks.owned.values():
-        value = context.values.get(owned.rref)
-        rows.append(
-            RRefRow(
-                GloballyUniqueId.from_int(owned.rref),
-                None,
-                "owner",
-                context.info.name,
-                owned.state.name.lower(),
-                value.type_name if value is not None else "not there yet",
-                dict(Counter(holder.name for holder in owned.forks.values())),
-                owned.holds,
-                _made(value) if value is not None else "",
-                now - owned.since,
-            )
+    of_owner = (
+        RRefRow(
+            GloballyUniqueId.from_int(owned.rref),
+            None,
+            "owner",
+            context.info.name,
+            owned.state.name.lower(),
+            owned.type_name,
+            dict(Counter(holder.name for holder in owned.forks.values())),
+            owned.holds,
+            f"{owned.made} for worker {owned.creator}" if owned.creator else owned.made,
+            now - owned.since,
         )
-    for user in context.forks.users.values():
-        rref, fork = GloballyUniqueId.from_int(user.rref), GloballyUniqueId.from_int(user.fork)
-        age_s = now - user.since
-        state = user.state.name.lower()
-        row = RRefRow(rref, fork, "user", user.owner.name, state, "", {}, user.handles, user.made, age_s)
-        rows.append(row)
-    return rows
-
-
-def _made(value: Value) -> str:
-    return f"{value.made} for worker {value.creator}" if value.creator else value.made
+        for owned in context.forks.owned.values()
+    )
+    of_users = (
+        RRefRow(
+            GloballyUniqueId.from_int(user.rref),
+            GloballyUniqueId.from_int(user.fork),
+            "user",
+            user.owner.name,
+            user.state.name.lower(),
+            "",
+            {},
+            user.handles,
+            user.made,
+            now - user.since,
+        )
+        for user in context.forks.users.values()
+    )
+    return [*of_owner, *of_users]
 
 
 def rref_statistics(context: RRefContext) -> dict[str, int]:

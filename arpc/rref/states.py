@@ -1,46 +1,31 @@
-"""What a worker knows of one RRef, as its user and as its owner, and how that may change."""
+"""What a worker knows of one RRef, as its user and as its owner."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from enum import Enum, auto
 from time import monotonic
-from types import MappingProxyType
-from typing import Final, NamedTuple
+from typing import Final, NamedTuple, TypeAlias
 
 import msgspec
 
 from arpc.ids import WorkerInfo
-from arpc.rref.events import (
-    CreationAbandoned,
-    CreationArrived,
-    CreationConfirmed,
-    CreationDenied,
-    CreationEnded,
-    CreationFailed,
-    Event,
-    FailureAcknowledged,
-    ForkConfirmed,
-    ForkId,
-    ForkRefused,
-    PeerLost,
-    RRefId,
-)
 
-__all__ = [
-    "OWNER_TRANSITIONS",
-    "UNANSWERED",
-    "USER_TRANSITIONS",
-    "Offer",
-    "Owned",
-    "OwnerState",
-    "UserFork",
-    "UserState",
-]
+__all__ = ["UNANSWERED", "ForkId", "Offer", "Owned", "OwnerState", "RRefId", "UserFork", "UserState"]
+
+# Numbers, as they travel: `GloballyUniqueId.from_int` tells people what they mean
+RRefId: TypeAlias = int
+ForkId: TypeAlias = int
 
 
 class UserState(Enum):
-    """What a user knows of its owner."""
+    """What a user knows of its owner.
+
+    ::
+
+        CREATING -> CONFIRMED        CREATING -> FAILING -> FAILED        REQUESTED -> CONFIRMED
+
+    Each of them may become `LOST`, which is the end.
+    """
 
     CREATING = auto()
     """The owner was asked to create the value, and has not answered."""
@@ -58,7 +43,7 @@ class UserState(Enum):
 
 
 class OwnerState(Enum):
-    """How far a value is."""
+    """How far a value is: ``EXPECTED -> CREATING -> READY``, or ``EXPECTED -> ABANDONED``."""
 
     EXPECTED = auto()
     """Users know of it, but its creation has not arrived yet: their messages came over other connections."""
@@ -67,35 +52,8 @@ class OwnerState(Enum):
     ABANDONED = auto()
     """Its creation will not arrive, or will be refused if it does. Kept while it has users, which get an error."""
 
-    __hash__ = object.__hash__  # as above
-
 
 UNANSWERED: Final = frozenset((UserState.CREATING, UserState.REQUESTED, UserState.FAILING))
-
-# An event that is not listed for a state does not concern it: it came twice, or too late to matter.
-USER_TRANSITIONS: Final[Mapping[tuple[UserState, type[Event]], UserState]] = MappingProxyType(
-    {
-        (UserState.CREATING, CreationConfirmed): UserState.CONFIRMED,
-        (UserState.CREATING, CreationFailed): UserState.FAILING,
-        (UserState.CREATING, PeerLost): UserState.LOST,
-        (UserState.REQUESTED, ForkConfirmed): UserState.CONFIRMED,
-        (UserState.REQUESTED, ForkRefused): UserState.LOST,
-        (UserState.REQUESTED, PeerLost): UserState.LOST,
-        (UserState.CONFIRMED, PeerLost): UserState.LOST,
-        (UserState.FAILING, FailureAcknowledged): UserState.FAILED,
-        (UserState.FAILING, PeerLost): UserState.LOST,
-        (UserState.FAILED, PeerLost): UserState.LOST,
-    }
-)
-OWNER_TRANSITIONS: Final[Mapping[tuple[OwnerState, type[Event]], OwnerState]] = MappingProxyType(
-    {
-        (OwnerState.EXPECTED, CreationArrived): OwnerState.CREATING,
-        (OwnerState.EXPECTED, CreationAbandoned): OwnerState.ABANDONED,
-        (OwnerState.EXPECTED, CreationDenied): OwnerState.ABANDONED,
-        (OwnerState.EXPECTED, PeerLost): OwnerState.ABANDONED,
-        (OwnerState.CREATING, CreationEnded): OwnerState.READY,
-    }
-)
 
 
 class UserFork(msgspec.Struct, eq=False):
@@ -126,7 +84,7 @@ class Offer(NamedTuple):
     """What it was made from; None on the owner."""
 
 
-class Owned(msgspec.Struct, eq=False, gc=False):
+class Owned(msgspec.Struct, eq=False):
     """One value of this worker that others can hold."""
 
     rref: RRefId

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from arpc.agent.client.future import Future
 from arpc.agent.server.functions import name_of
@@ -12,16 +12,22 @@ from arpc.ids import GloballyUniqueId
 from arpc.rref.states import UserFork, UserState
 from arpc.user_errors import fresh
 
+if TYPE_CHECKING:
+    from arpc.rref.handle import RRef
+
 __all__ = ["FetchFuture", "OwnerFuture", "Use", "as_owner_lost"]
 
 
 class OwnerFuture(Future[Any]):
     """The future of a call to an owner: if the worker that is called is lost, the owner is."""
 
-    owner = ""
-    """The name of the worker that owns a value. Empty if it is about to be asked for one, and may never have been."""
-    anchor: object = None
-    """Lives until the call has ended: the RRef whose value is called."""
+    anchor: RRef[Any] | None = None
+    """The RRef whose value is called, which lives until the call has ended; None if the value is to be created."""
+
+    @property
+    def owner(self) -> str:
+        """The name of the worker that owns a value. Empty if it is about to be asked for one: it may never have it."""
+        return "" if self.anchor is None else self.anchor.owner_name()
 
     def set_result(self, result: Any) -> None:
         self.anchor = None
@@ -32,8 +38,8 @@ class OwnerFuture(Future[Any]):
         super().withdraw()
 
     def set_exception(self, exception: type | BaseException) -> None:
-        self.anchor = None
-        super().set_exception(as_owner_lost(exception, self.owner) if isinstance(exception, Exception) else exception)
+        owner, self.anchor = self.owner, None
+        super().set_exception(as_owner_lost(exception, owner) if isinstance(exception, Exception) else exception)
 
 
 def as_owner_lost(error: Exception, owner: str = "") -> Exception:

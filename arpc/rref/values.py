@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import traceback
+from contextlib import suppress
 from types import TracebackType
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
-import msgspec
+from arpc.agent.server.remote_exceptions import raisable
+from arpc.errors import RRefCreationError, set_may_have_run
+from arpc.ids import GloballyUniqueId
+from arpc.rref.states import Owned
+from arpc.torchjit import ScriptModule
+from arpc.user_errors import fresh, is_a, traceback_of, type_name_of, with_traceback
 
-from arpc.errors import set_may_have_run
-from arpc.user_errors import fresh, traceback_of, type_name_of, with_traceback
+if TYPE_CHECKING:
+    from arpc.agent.server.run import Run
+    from arpc.rref.create_on_owner import CreationHandlers
 
 __all__ = ["NOTHING", "Value"]
 
@@ -18,8 +25,11 @@ NOTHING: Final = object()
 """The content of a value that is not there, or has an error in its place."""
 
 
-class Value(msgspec.Struct, eq=False):
-    """Set once; awaited by any number of coroutines, each of which may be cancelled without harm to the others."""
+class Value(Owned, eq=False):
+    """One value of this worker, and the `run.Creation` that makes it, if a request does.
+
+    Set once; awaited by any number of coroutines, each of which may be cancelled without harm to the others.
+    """
 
     made: str = ""
     """Where it was made, or by which function."""
@@ -30,6 +40,10 @@ class Value(msgspec.Struct, eq=False):
     """It is a ScriptModule by its type, not only in fact: it is used where it is, and never copied elsewhere."""
     error: BaseException | None = None
     """What is in its place."""
+    handlers: CreationHandlers | None = None
+    """Those of the worker, of a value that a request makes."""
+    is_wanted: bool = False
+    """The creator waits for the value: the answer to its request brings it along."""
     _traceback: TracebackType | None = None
     _waiters: list[asyncio.Future[None]] | None = None
 
@@ -100,3 +114,47 @@ class Value(msgspec.Struct, eq=False):
             set_may_have_run(error, may_have_run=True)  # it may be that of a call which the function made
             raise with_traceback(error, self._traceback)
         return self.content
+
+    # -- as what keeps the result of a request
+
+    def answer(self, run: Run, result: Any) -> tuple[Any, ...] | None:
+        return (result,) if self.is_wanted and not (run.function.keeps_modules and is_a(result, ScriptModule)) else None
+
+    def answered(self, run: Run, result: Any) -> None:
+        handlers = self.handlers
+        assert handlers is not None
+        handlers.answered.append((run, result))
+        # Looked at after that: if the loop looks later, it finds the result
+        if self.is_awaited or not handlers.will_look:
+            with suppress(RuntimeError):  # the loop is closed
+                handlers.loop.call_soon_threadsafe(handlers.keep_answered)
+
+    def returned(self, run: Run, result: Any) -> None:
+        if not self.made:
+            self.made = run.name
+        if run.function.keeps_modules and is_a(result, ScriptModule):
+            self.stays = True  # before anybody can see the value
+        self.set(result)
+        self._ended()
+
+    def failed(self, error: BaseException) -> None:
+        """Keep the error for all users of the value. The creator is told that the function has ended."""
+        assert self.handlers is not None
+        self.fail(raisable(error, self.handlers.context.info.name))
+        self._ended()
+
+    def not_made(self, error: BaseException) -> None:
+        """There is no value, and will be none."""
+        if is_a(error, asyncio.CancelledError):
+            text = (
+                f"the creation of RRef {GloballyUniqueId.from_int(self.rref)} was cancelled, or ran past its deadline"
+            )
+            self.fail(RRefCreationError(text))
+            self._ended()
+        else:
+            # a copy: the error itself is sent to the creator, and refers to frames that refer to the value
+            self.failed(fresh(error))
+
+    def _ended(self) -> None:
+        assert self.handlers is not None
+        self.handlers.forks.creation_ended(self.rref)

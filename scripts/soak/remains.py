@@ -16,13 +16,12 @@ from arpc.runtime import current
 __all__ = ["EMPTY_TABLES", "VISITOR", "holders", "remains", "table", "too_large"]
 
 EMPTY_TABLES: Final = (
-    "rref_context.values",
     "rref_context.forks.users",
     "rref_context.forks.owned",
     "rref_context.forks.offers",
     "rref_context._answers",
     "rref_context._ends",
-    "rref_context.drops._handles",
+    "rref_context.post._dropped",
     "rref_context.inquiries.due",
     "rref_context.post._waiting",
     "rref_context.post._sending",

@@ -154,7 +154,7 @@ def _left_over(worker: arpc.Worker) -> dict[str, int]:
         "backlog": sum(len(peer.backlog) for peer in peers),
         "deferred": len(worker.agent.caller.deferred),
         "users": len(worker.rref_context.forks.users),
-        "values": len(worker.rref_context.values),
+        "owned": len(worker.rref_context.forks.owned),
     }
 
 
@@ -185,7 +185,7 @@ def test_every_use_says_that_the_worker_is_shut_down(make_loop, is_shut_down, th
     after = _left_over(left.worker)
     assert after["calls"] == after["backlog"] == after["deferred"] == 0
     assert after["users"] <= before["users"]
-    assert after["values"] <= before["values"]
+    assert after["owned"] <= before["owned"]
 
 
 @pytest.mark.parametrize("use", [*USES, *ONLY_IF_NOT_SHUT_DOWN])

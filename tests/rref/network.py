@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from arpc.ids import LOCAL_BITS, WorkerInfo, creator_of
-from arpc.rref import events as e
 from arpc.rref import instructions as i
 from arpc.rref import states
 from arpc.rref.exactly_once import Numbers, Window
-from arpc.rref.forks import Forks
+from arpc.wire.messages import RRefChildAccept, RRefCreationFailed, RRefForkRequest, RRefUserDelete
+from tests.rref import events as e
 
 SETTLING_ROUNDS = 50
 
@@ -57,7 +57,7 @@ class Machine:
     """One worker."""
 
     id: int
-    forks: Forks[states.UserFork]
+    forks: e.Machine
     ids: Ids
     numbers: dict[int, Numbers] = field(default_factory=dict)
     windows: dict[int, Window] = field(default_factory=dict)
@@ -86,7 +86,7 @@ class Network:
 
     def _start(self, name: str) -> None:
         me = WorkerInfo(name, len(self.machines))
-        self.machines.append(Machine(me.id, Forks(me, states.UserFork), Ids(me.id << LOCAL_BITS)))
+        self.machines.append(Machine(me.id, e.machine(me), Ids(me.id << LOCAL_BITS)))
 
     def info(self, id_: int) -> WorkerInfo:
         return self.machines[id_].forks.me
@@ -361,26 +361,26 @@ class Network:
 
     def _happened(self, machine: Machine, event: e.Event) -> bool:
         runs = False
-        for instruction in machine.forks.handle(event):
+        for instruction in e.tell(machine.forks, event):
             match instruction:
-                case i.SendForkRequest(to, rref, fork, is_created):
+                case i.Send(message, to, item) if message is RRefForkRequest:
                     numbers = machine.numbers.setdefault(to.id, Numbers())
-                    self.bag.append(Packet("request", machine.id, to.id, (rref, fork, is_created), *numbers.take()))
-                case i.SendChildAccept(to, fork):
-                    self.bag.append(Packet("accept", machine.id, to.id, (fork,)))
-                case i.SendUserDelete(to, rref, fork):
-                    self.bag.append(Packet("delete", machine.id, to.id, (rref, fork)))
-                case i.SendCreationFailed(to, rref, fork, number, _):
+                    self.bag.append(Packet("request", machine.id, to.id, item, *numbers.take()))
+                case i.Send(message, to, item) if message is RRefChildAccept:
+                    self.bag.append(Packet("accept", machine.id, to.id, item))
+                case i.Send(message, to, item) if message is RRefUserDelete:
+                    self.bag.append(Packet("delete", machine.id, to.id, item))
+                case i.Send(message, to, item) if message is RRefCreationFailed:
                     oldest = machine.numbers[to.id].oldest
-                    self.bag.append(Packet("failed", machine.id, to.id, (rref, fork, number), 0, oldest))
+                    self.bag.append(Packet("failed", machine.id, to.id, item[:3], 0, oldest))
                 case i.FailValue(rref):
                     assert rref not in self.values, f"{rref} was created, and is said not to be"
                     self.failed.add(rref)
-                case i.DropValue(rref):
+                case e.DropValue(rref):
                     if rref in self.values:  # else it was awaited only, and may still be created
                         self.values.discard(rref)
                         self._check_nobody_uses(rref)
-                case i.RunCreation(rref):
+                case e.RunCreation(rref):
                     assert rref not in self.values, f"{rref} is created twice"
                     assert rref not in self.failed, f"{rref} is created after its users were told that it never is"
                     self.values.add(rref)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from arpc.agent.server.functions import Mode
-from arpc.rref.calls import bound, template_of
+from arpc.rref.calls import runnable
 
 
 class Numbers(list[int]):
@@ -37,16 +37,21 @@ def ways(numbers: Numbers) -> dict[str, Any]:
 def test_what_is_remembered_keeps_no_value(way):
     numbers = Numbers()
     method = ways(numbers)[way]
-    assert bound(method, template_of(method)).call is method
+    function, arguments = runnable(method, ())
+    assert function.call is method or (function.call, *arguments) == (method.__func__, numbers)
     gone = weakref.ref(numbers)
-    del numbers, method
+    del numbers, method, function, arguments
     gc.collect()
     assert gone() is None
 
 
 def test_it_is_remembered_for_all_values_of_a_class():
     first, second = Numbers(), Numbers()
-    assert template_of(first.append) is template_of(second.append)
-    assert template_of(first.total) is template_of(second.total)
-    assert template_of(first.append).mode is Mode.THREAD
-    assert template_of(first.total).mode is Mode.COROUTINE
+    total, of_first = runnable(first.total, (1,))
+    assert runnable(second.total, (2,)) == (total, (second, 2))
+    assert of_first == (first, 1)
+    assert total.mode is Mode.COROUTINE
+    append, of_first = runnable(first.append, (1,))
+    assert runnable(second.append, (2,))[0].results is append.results
+    assert of_first == (1,)
+    assert append.mode is Mode.THREAD

@@ -47,4 +47,3 @@ async def test_nothing_is_left_of_a_creation_that_is_cancelled_before_its_first_
         del rref, created
         await until(lambda: not owner.rref_context.forks.owned, lambda: owner.rref_context.forks.owned)
         await until(lambda: not creator.rref_context.forks.users, lambda: creator.rref_context.forks.users)
-        assert not owner.rref_context.values

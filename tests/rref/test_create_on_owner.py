@@ -14,7 +14,6 @@ import arpc
 from arpc.agent.client.pending_calls import Call
 from arpc.errors import ProtocolError
 from arpc.rref.create_on_owner import KEY, pack_label, unpack_label
-from arpc.rref.events import CreationAbandoned, UserDeleted
 from arpc.rref.states import OwnerState
 from arpc.testing import Cluster
 from arpc.transport.sockets import UnixTransport
@@ -141,7 +140,7 @@ async def test_a_creation_that_was_given_up_before_it_came_is_refused(group: Clu
     await arpc.remote("worker1", objects.make_number, (0,))
     context = group[1].rref_context
     rref, fork = group[0].rref_context.ids.next_number(), group[0].rref_context.ids.next_number()
-    context.happened(CreationAbandoned(rref, fork, group[0].info, "it was cut"))
+    context.carry_out(context.forks.creation_abandoned(rref, fork, group[0].info, "it was cut"))
     peer = group[0].agent.known_peer("worker1")
     numbers = group[0].rref_context.post.numbers("worker1")
     number, oldest = numbers.take()
@@ -154,7 +153,7 @@ async def test_a_creation_that_was_given_up_before_it_came_is_refused(group: Clu
     with pytest.raises(arpc.RRefError, match="given up by worker 'worker0'"):
         await future
     numbers.settle(number)
-    context.happened(UserDeleted(rref, fork))
+    context.forks.user_deleted(rref, fork)
     assert rref not in context.forks.owned
 
 
@@ -222,7 +221,6 @@ async def test_a_value_that_nobody_holds_any_more_is_dropped_when_its_thread_has
     del rref
     objects.gate.set()
     await until(lambda: pair[1].rref_context.forks.is_idle)
-    assert not pair[1].rref_context.values
 
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["soon", "late"])
@@ -230,7 +228,7 @@ async def test_calls_that_wait_for_a_value_of_a_thread_go_on_when_it_ends(pair, 
     objects.gate.clear()
     rref = arpc.remote("worker1", objects.make_at_the_gate, (1,))
     early = [rref.rpc_async().add(1), asyncio.ensure_future(rref.to_here(timeout=20))]
-    await until(lambda: any(value.is_awaited for value in pair[1].rref_context.values.values()))
+    await until(lambda: any(value.is_awaited for value in pair[1].rref_context.forks.owned.values()))
     if is_late:
         await until(lambda: not pair[1].rref_context.creations.will_look)
     objects.gate.set()
@@ -269,7 +267,7 @@ async def test_a_value_is_said_to_be_awaited_before_the_loop_looks_for_it(pair, 
     creations._look = lambda: None
     rref = arpc.remote("worker1", objects.make_at_the_gate, (1,))
     await until(lambda: len(pair[1].rrefs()) == 1)
-    (value,) = pair[1].rref_context.values.values()
+    (value,) = pair[1].rref_context.forks.owned.values()
     seen = []
 
     def keep_answered() -> None:

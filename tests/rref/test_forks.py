@@ -5,7 +5,9 @@ from __future__ import annotations
 import pytest
 
 from arpc.ids import UNKNOWN_ID, GloballyUniqueId, WorkerInfo
-from arpc.rref.events import (
+from arpc.rref.instructions import AwaitCreation, FailValue, ForgetFork, MarkConfirmed, MarkLost
+from arpc.rref.states import OwnerState, UserState
+from tests.rref.events import (
     ChildAccepted,
     CreationAbandoned,
     CreationArrived,
@@ -14,14 +16,17 @@ from arpc.rref.events import (
     CreationEnded,
     CreationFailed,
     CreationStarted,
+    DropValue,
     Event,
     FailureAcknowledged,
+    Following,
     ForkConfirmed,
     ForkOffered,
     ForkReceived,
     ForkRefused,
     ForkRequested,
     HandleDropped,
+    Machine,
     OfferKnown,
     OfferQueried,
     OfferRefused,
@@ -29,31 +34,16 @@ from arpc.rref.events import (
     OwnerUnreached,
     PeerConnected,
     PeerLost,
-    UserDeleted,
-    ValueAwaited,
-    ValueShared,
-)
-from arpc.rref.forks import Forks
-from arpc.rref.instructions import (
-    AwaitCreation,
-    DropValue,
-    FailValue,
-    ForgetFork,
-    Instruction,
-    MarkConfirmed,
-    MarkLost,
     RunCreation,
     SendChildAccept,
     SendCreationFailed,
     SendForkRequest,
     SendUserDelete,
-)
-from arpc.rref.states import (
-    OWNER_TRANSITIONS,
-    USER_TRANSITIONS,
-    OwnerState,
-    UserFork,
-    UserState,
+    UserDeleted,
+    ValueAwaited,
+    ValueShared,
+    machine,
+    tell,
 )
 
 
@@ -69,20 +59,20 @@ F, G, H = unique(0, 1), unique(0, 2), unique(2, 0)
 OWN = unique(1, 0)  # made by b, the owner, whose id is 1
 
 
-def run(forks: Forks[UserFork], *events: Event) -> list[Instruction]:
-    return [instruction for event in events for instruction in forks.handle(event)]
+def run(forks: Machine, *events: Event) -> Following:
+    return [instruction for event in events for instruction in tell(forks, event)]
 
 
-def a() -> Forks[UserFork]:
-    return Forks(A, UserFork)
+def a() -> Machine:
+    return machine(A)
 
 
-def b() -> Forks[UserFork]:
-    return Forks(B, UserFork)
+def b() -> Machine:
+    return machine(B)
 
 
-def c() -> Forks[UserFork]:
-    return Forks(C, UserFork)
+def c() -> Machine:
+    return machine(C)
 
 
 # -- creator and owner
@@ -266,7 +256,7 @@ def test_a_fork_that_arrives_twice_is_one_fork_with_two_handles():
 def test_a_refused_child_lets_its_parent_go():
     forks = c()
     run(forks, ForkReceived(R, G, B, A, is_created=True))
-    assert run(forks, ForkRefused(G)) == [MarkLost(G), SendChildAccept(A, G)]
+    assert run(forks, ForkRefused(G)) == [MarkLost(G, is_refused=True), SendChildAccept(A, G)]
     assert run(forks, HandleDropped(G)) == [ForgetFork(G)]
 
 
@@ -514,7 +504,7 @@ def test_an_owner_under_the_name_of_another_is_another():
 
 
 def test_a_successor_is_a_user_of_what_its_predecessor_owned():
-    forks = Forks(B_AGAIN, UserFork)
+    forks = machine(B_AGAIN)
     assert run(forks, ForkReceived(R, G, B, A, is_created=False)) == [SendForkRequest(B, R, G, is_created=False)]
     assert not forks.owned
     assert run(forks, PeerLost(B)) == [MarkLost(G), SendChildAccept(A, G)]
@@ -528,7 +518,7 @@ def test_a_successor_does_not_hear_of_what_its_predecessor_counted():
 
 
 def test_forks_of_a_predecessor_are_reclaimed_and_not_those_of_its_successor():
-    forks = Forks(C, UserFork)
+    forks = machine(C)
     mine = unique(2, 1)
     run(forks, ValueShared(mine), ForkOffered(mine, F, B, None), ForkOffered(mine, G, B_AGAIN, None))
     run(forks, PeerLost(B), OwnerHandleDropped(mine))
@@ -572,6 +562,17 @@ def test_an_owner_that_counts_a_fork_that_has_ended_is_told_so(kind):
     assert forks.is_idle
 
 
-def test_no_transition_leaves_a_final_state():
-    assert {state for state, _ in USER_TRANSITIONS} == set(UserState) - {UserState.LOST}
-    assert {state for state, _ in OWNER_TRANSITIONS} == {OwnerState.EXPECTED, OwnerState.CREATING}
+@pytest.mark.parametrize("state", [UserState.CREATING, UserState.REQUESTED, UserState.CONFIRMED, UserState.FAILING])
+def test_no_answer_of_an_owner_brings_back_a_user_that_was_lost(state):
+    forks = a()
+    user = {
+        UserState.CREATING: [CreationStarted(R, F, B)],
+        UserState.REQUESTED: [ForkReceived(R, F, B, C, is_created=True)],
+        UserState.CONFIRMED: [CreationStarted(R, F, B), CreationConfirmed(B, R, F)],
+        UserState.FAILING: [CreationStarted(R, F, B), CreationFailed(F, 7, "cut")],
+    }[state]
+    run(forks, *user)
+    assert forks.users[F].state is state
+    run(forks, PeerLost(B), CreationConfirmed(B, R, F), FailureAcknowledged(B, R, F), CreationFailed(F, 7, "cut"))
+    run(forks, ForkConfirmed(B, R, F), ForkRefused(F), PeerLost(B))
+    assert forks.users[F].state is UserState.LOST

@@ -365,7 +365,7 @@ async def test_who_waits_for_a_value_that_is_released_before_it_is_there_hears_o
     rref = arpc.remote("worker0", objects.make_number, (7,))
     waits = asyncio.create_task(rref.to_here())
     await asyncio.sleep(0)  # it waits, and the creation has not come yet
-    assert not group[0].rref_context.values[rref._rref].is_ready
+    assert not group[0].rref_context.forks.owned[rref._rref].is_ready
     await rref.release()
     with pytest.raises(arpc.RRefError, match="released before its value was there"):
         await waits

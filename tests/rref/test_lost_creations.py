@@ -308,7 +308,7 @@ async def test_a_creator_that_dies_before_it_can_tell():
             # as if the creator had handed it on, and died
             arrived = user.rref_context.receive(rref, fork, owner.info, creator.info, is_created=False)
             assert arrived.owner == owner.info
-            handle = arpc.RRef.of(user.rref_context, rref, arrived)
+            handle = arpc.RRef.of(user.rref_context, arrived)
             with pytest.raises((arpc.RRefCreationError, arpc.RRefError)):
                 await handle
             del handle, arrived
@@ -320,7 +320,7 @@ async def test_a_worker_that_knows_nothing_of_a_creation_is_asked():
         creator, owner, user, _ = group
         rref, fork = creator.rref_context.ids.next_number(), user.rref_context.ids.next_number()
         arrived = user.rref_context.receive(rref, fork, owner.info, creator.info, is_created=False)
-        handle = arpc.RRef.of(user.rref_context, rref, arrived)
+        handle = arpc.RRef.of(user.rref_context, arrived)
         with pytest.raises(arpc.RRefCreationError, match="knows of no such creation"):
             await handle
         assert network.seen[MessageType.RREF_CREATION_QUERY] == 1

@@ -65,7 +65,7 @@ def hand_to(user: arpc.Worker, owner: WorkerInfo, creator: arpc.Worker, *, is_cr
     """An RRef as it arrives at a worker from its creator."""
     rref, fork = creator.rref_context.ids.next_number(), creator.rref_context.ids.next_number()
     held = user.rref_context.receive(rref, fork, owner, creator.info, is_created=is_created)
-    return arpc.RRef.of(user.rref_context, rref, held)
+    return arpc.RRef.of(user.rref_context, held)
 
 
 async def use_in_any_way(rref: arpc.RRef[int]) -> None:
@@ -178,7 +178,6 @@ async def test_an_owner_is_replaced_again_and_again_while_rrefs_to_it_are_handed
         await nothing_is_held(group)
         for worker in group:
             context = worker.rref_context
-            assert not context.values
             assert not context.forks.owned
             assert not context.forks.offers
             assert not context._answers

@@ -69,7 +69,7 @@ async def test_what_a_worker_holds_is_told_by_the_name_of_its_table():
         await asyncio.wait([waiting])
         await held.release()
     assert {"rref_context.forks.users", "rrefs", "calls_in_flight"} <= set(left)
-    assert {"rref_context.values", "rref_context.forks.owned", "rrefs", "requests"} <= set(on_owner)
+    assert {"rref_context.forks.owned", "rrefs", "requests"} <= set(on_owner)
 
 
 def make_list() -> list[int]:

@@ -12,6 +12,7 @@ from typing import Any, Final, TypeAlias
 from torch import Tensor
 
 from arpc.agent.agent import Agent
+from arpc.agent.client.future import Future
 from arpc.agent.hooks.observers import Kind
 from arpc.agent.scope import current_scope
 from arpc.agent.server.functions import Prompt
@@ -21,7 +22,7 @@ from arpc.autograd.contexts import AutogradContext, Container
 from arpc.autograd.engine.accumulate_hooks import has_accumulate_hooks
 from arpc.autograd.engine.run_policy import RunPolicy
 from arpc.autograd.lifetime import Lifetimes
-from arpc.autograd.passes.backward_pass import Answer, BackwardPass, Engagement, Threads
+from arpc.autograd.passes.backward_pass import BackwardPass, Engagement, Threads
 from arpc.autograd.passes.messages import (
     NOTHING_LIVE,
     PackedParcel,
@@ -246,12 +247,12 @@ class AutogradService:
 
     # -- for passes
 
-    def send(self, backward_pass: BackwardPass, to: int, parcel: Parcel) -> Answer:
+    def send(self, backward_pass: BackwardPass, to: int, parcel: Parcel) -> Future[Any]:
         """Send a parcel. The parcel that comes with the answer is the result."""
         agent, deadline = self._agent, backward_pass.deadline
         timeout_s = 0.0 if deadline is None else max(0.001, deadline - agent.loop.time())
         packed = pack_parcel(parcel, backward_pass.heading)
-        answer = Answer(agent.loop)
+        answer: Future[Any] = Future(loop=agent.loop)
         try:
             agent.request(AutogradGradients, to, (packed,), timeout_s, future=answer, is_internal=True)
         except ArpcError as error:

@@ -18,7 +18,6 @@ from arpc.agent.client.future import Future
 from arpc.agent.client.pending_calls import Call, CallSender, Cancellable
 from arpc.agent.client.sender import Sender
 from arpc.agent.client.streams import Stream
-from arpc.agent.client.waiter import waiter_factory
 from arpc.agent.hooks.observers import Observers
 from arpc.agent.peers.directory import PeerDirectory
 from arpc.agent.peers.peer import Peer
@@ -63,7 +62,7 @@ class Caller:
         self._known_peers = peers.by_key
         self._observers = observers
         self._resolve = resolve
-        self.make_waiter = waiter_factory(loop)
+        self.make_waiter: Callable[[], asyncio.Future[Any]] = loop.create_future
         """Makes what a coroutine awaits until its call has ended."""
 
     # -- verbs
@@ -301,14 +300,14 @@ class Caller:
         """Raise `ShutdownError` if the loop is closed, and forget all calls: none of them can end any more."""
         if not self._loop.is_closed():
             return
-        self._innermost.is_closed = True
+        self._innermost.close()
         for peer in self._peers:
             peer.abandon()
         raise not_run(self._innermost.closed_loop()) from None
 
     async def aclose(self) -> None:
         """Make no more calls."""
-        self._innermost.is_closed = True
+        self._innermost.close()
         for task in list(self.deferred):
             task.cancel()
         if self.deferred:

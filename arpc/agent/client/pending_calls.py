@@ -21,10 +21,12 @@ __all__ = ["SEQUENCE_BITS", "Call", "CallSender", "Cancellable", "PendingCalls",
 SEQUENCE_BITS: Final = 24
 _MASK: Final = (1 << SEQUENCE_BITS) - 1
 _REQUEST: Final = int(MessageType.REQUEST)
+_EMPTY: Final[dict[int, Call]] = {}
+"""Of a tick that has no calls."""
 
 
 class Recipient(Protocol):
-    """Receives the outcome of a call, once: a `Future` or a `ReplyWaiter`."""
+    """Receives the outcome of a call, once: a future, or a part of a feature that acts like one."""
 
     def done(self) -> bool: ...
     def cancelled(self) -> bool: ...
@@ -76,7 +78,7 @@ class Call(msgspec.Struct, eq=False):
     size_bytes: int = 0
     """What it takes of the window."""
     content: Content | None = None
-    """What is to be sent; None before it is encoded, and once it was sent."""
+    """What is to be sent, while it waits to be sent."""
     connection: Connection | None = None
     """What it was sent on; None while it waits to be sent."""
     bulk: BulkSend | None = None
@@ -121,9 +123,12 @@ class PendingCalls:
 
     def add(self, tick: int, call: Call) -> int:
         """Keep a call until its end; returns its id."""
-        bucket = self._buckets.get(tick)
-        if bucket is None:
-            bucket = self._open_bucket(tick)
+        try:
+            bucket = self._buckets[tick]
+        except KeyError:
+            bucket = self._buckets[tick] = {}
+            if tick != NEVER:
+                self._deadlines.watch(tick, self)
         self.made = number = self.made + 1
         call_id = tick << SEQUENCE_BITS | number & _MASK
         while call_id in bucket:  # sixteen million calls later, one of them still waits
@@ -132,20 +137,12 @@ class PendingCalls:
         bucket[call_id] = call
         return call_id
 
-    def _open_bucket(self, tick: int) -> dict[int, Call]:
-        bucket = self._buckets[tick] = {}
-        if tick != NEVER:
-            self._deadlines.watch(tick, self)
-        return bucket
-
     def pop(self, call_id: int) -> Call | None:
         """Take a call out. The code that gets it here ends it."""
-        bucket = self._buckets.get(call_id >> SEQUENCE_BITS)
-        return bucket.pop(call_id, None) if bucket is not None else None
+        return self._buckets.get(call_id >> SEQUENCE_BITS, _EMPTY).pop(call_id, None)
 
     def get(self, call_id: int) -> Call | None:
-        bucket = self._buckets.get(call_id >> SEQUENCE_BITS)
-        return bucket.get(call_id) if bucket is not None else None
+        return self._buckets.get(call_id >> SEQUENCE_BITS, _EMPTY).get(call_id)
 
     def expire(self, tick: int) -> None:
         expired = self._buckets.pop(tick, {})

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from arpc import torchstate
-from arpc.agent.client.waiter import ReplyWaiter
+from arpc.agent.client.future import Future
 from arpc.agent.hooks.observers import Activity
 from arpc.autograd.contexts import AutogradContext, Container
 from arpc.autograd.engine.accumulate_hooks import accumulate_with_hooks
@@ -59,7 +59,7 @@ class Host(Protocol):
     @property
     def threads(self) -> Threads: ...
 
-    def send(self, backward_pass: BackwardPass, to: int, parcel: Parcel) -> Answer:
+    def send(self, backward_pass: BackwardPass, to: int, parcel: Parcel) -> Future[Any]:
         """Send a parcel. The parcel that comes with the answer is the result."""
 
     def abort(self, context: AutogradContext, pass_id: int, but: int | None = None) -> asyncio.Future[Any] | None:
@@ -76,28 +76,6 @@ class Engagement(NamedTuple):
     heading: PassHeading
     exchanged: Mapping[int, bool]
     """Workers that were told that nothing is live here, before the context was known; and whether they announced."""
-
-
-class Answer(ReplyWaiter):
-    """What a worker answers to a parcel. A pass goes on in the read that brings it, without a turn of the loop."""
-
-    __slots__ = ("call_id", "callee", "on_cancel")
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__(loop, wakes_directly=True)
-        self.callee: Any = None
-        self.call_id = 0
-        self.on_cancel: Callable[[], None] | None = None
-
-    def cancel(self, msg: Any = None) -> bool:
-        """Nobody needs the answer any more, and the receiver of the parcel hears of that."""
-        if not super().cancel(msg):
-            return False
-        if self.on_cancel is not None:
-            self.on_cancel()
-        if self.callee is not None:
-            self.callee.cancel(self.call_id)
-        return True
 
 
 class BackwardPass:
@@ -161,7 +139,7 @@ class BackwardPass:
             self._roots = [(root.grad_fn, root.output_nr) for root in roots]
             self._entering = list(map(torch.ones_like, roots))
         self._sums = GradientSums()
-        self._outstanding: dict[Answer, int] = {}
+        self._outstanding: dict[Future[Any], int] = {}
         """Parcels that were not answered, and the workers they went to."""
         self._calls_before: dict[int, int] = {}
         """How many calls of the context had been made when a worker was first written to."""
@@ -365,7 +343,7 @@ class BackwardPass:
         self._outstanding[future] = to
         future.add_done_callback(self._answered, context=self._variables)
 
-    def _answered(self, future: Answer) -> None:
+    def _answered(self, future: Future[Any]) -> None:
         """A parcel has been answered, or will not be."""
         peer = self._outstanding.pop(future)
         error = asyncio.CancelledError() if future.cancelled() else future.exception()

@@ -167,8 +167,6 @@ class Caller:
 
         ``name`` is what people call it, see `Call`.
         """
-        if self._innermost.is_closed or get_ident() != self._thread:
-            self._innermost.refuse(function)
         call = Call(
             None,
             Future(loop=self._loop) if future is None else future,
@@ -209,8 +207,8 @@ class Caller:
 
     def _defer(self, to: str | int | WorkerInfo, call: Call) -> None:
         """Ask the group about a worker that is not known yet, or may be another one by now, then call it."""
-        if self._innermost.is_closed or self._loop.is_closed():
-            self._innermost.refuse(to)
+        if self._innermost.is_closed or self._loop.is_closed() or get_ident() != self._thread:
+            self._innermost.refuse(call.function)
         if not isinstance(to, str | int) and self._peers.get(to) is None:
             raise self._peers.unknown(to)
         future: Cancellable = call.recipient

@@ -108,15 +108,10 @@ class PendingCalls:
     An id is ``tick << 24 | number``, so that the table of pending calls is the timer wheel too.
     """
 
-    def __init__(
-        self,
-        deadlines: Deadlines,
-        timed_out: Callable[[int, Call], None],
-        abandon: Callable[[int, Call], None] = lambda _, __: None,
-    ) -> None:
+    def __init__(self, deadlines: Deadlines, expired: Callable[[dict[int, Call]], None]) -> None:
+        """``expired`` ends calls whose time has come, which are not in the table any more."""
         self._deadlines = deadlines
-        self._timed_out = timed_out
-        self._abandon = abandon
+        self._expired = expired
         self._buckets: dict[int, dict[int, Call]] = {}
         self.made = 0
         """How many there have been."""
@@ -145,12 +140,7 @@ class PendingCalls:
         return self._buckets.get(call_id >> SEQUENCE_BITS, _EMPTY).get(call_id)
 
     def expire(self, tick: int) -> None:
-        expired = self._buckets.pop(tick, {})
-        for call_id, call in expired.items():
-            self._timed_out(call_id, call)
-        # Only now: what one of them gives back must not be used to send another
-        for call_id, call in expired.items():
-            self._abandon(call_id, call)
+        self._expired(self._buckets.pop(tick, {}))
 
     def clear(self) -> None:
         """Forget all calls."""

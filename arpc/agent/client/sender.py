@@ -171,21 +171,18 @@ class Sender:
 
         Raises what cannot travel at once, where the call is made, and leaves the loop to others meanwhile.
         """
-        arguments = as_arguments(args)
-        keywords = as_keywords(kwargs) if kwargs else None
+        call = Call(peer, None, function, as_arguments(args), as_keywords(kwargs) if kwargs else None)
         try:
-            number = peer.function_ids.get(function)
-        except TypeError:
-            number = None
-        if number is None:
+            number = peer.function_ids[function]
+        except (KeyError, TypeError):
             number = on_loop(lambda: peer.define(function))
-            if not number and (prepare := self._preparations.get(type(function))) is not None:
-                function, arguments = prepare(function, arguments, keywords)
-                keywords = None
-        if number and not arguments and not keywords:
+            if not number:
+                self._prepare(call)
+        arguments: Any = call.args
+        if number and not arguments and not call.kwargs:
             return ()
-        pickle, slots = self._pickle(peer, number, function, arguments, keywords)
-        return Prepared(pickle, slots, bool(number), function, arguments, keywords)
+        pickle, slots = self._pickle(peer, number, call.function, arguments, call.kwargs)
+        return Prepared(pickle, slots, bool(number), call.function, arguments, call.kwargs)
 
     def _pickle(
         self, peer: Peer, number: int, function: Any, args: Any, kwargs: Mapping[str, Any] | None

@@ -126,7 +126,7 @@ class Peer:
         self.in_flight_bytes = 0
         self.in_flight_calls = 0
         """Counted if calls in flight are limited."""
-        self.calls = PendingCalls(deadlines, self._timed_out, self._abandon if options.timeouts_travel else self._leave)
+        self.calls = PendingCalls(deadlines, self._expired)
         self.backlog: OrderedDict[int, Call] = OrderedDict()
         """Calls that wait for a connection, for room in the window, or for the end of the turn, by id."""
         self._is_holding = False
@@ -147,6 +147,7 @@ class Peer:
         self._clear_bytes = -1 if self._max_in_flight else options.window_bytes
         """Up to so many bytes in flight, nothing else has to be looked at."""
         self._max_waiting = options.max_calls_waiting
+        self._timeouts_travel = options.timeouts_travel
         self._connect = connect
         self._connecting: asyncio.Task[None] | None = None
         self._connected = asyncio.Event()
@@ -159,11 +160,6 @@ class Peer:
         if self._connecting is not None:
             return PeerState.CONNECTING
         return PeerState.GONE if self._gone_because else PeerState.IDLE
-
-    @property
-    def is_connecting(self) -> bool:
-        """This worker tries to connect to it."""
-        return self._connecting is not None
 
     @property
     def must_be_asked_for(self) -> bool:
@@ -339,12 +335,13 @@ class Peer:
         if call is not None:
             self._abandon(call_id, call)
 
-    def _abandon(self, call_id: int, call: Call) -> None:
+    def _abandon(self, call_id: int, call: Call, *, is_told: bool = True) -> None:
+        """Give up a call. ``is_told``: the peer hears of it, if it has the call."""
         connection = call.connection
         if connection is None:
             self.backlog.pop(call_id, None)
             return
-        if connection.is_open:
+        if is_told and connection.is_open:
             if call.bulk is not None and connection.drop_bulk(call.bulk):
                 logger.debug(
                     "call %d to %s was cancelled while it was sent",
@@ -356,21 +353,19 @@ class Peer:
                 connection.send(frame(_CANCEL, 0, call_id, 0, 0, b""))
         self.release(call)
 
-    def _leave(self, call_id: int, call: Call) -> None:
-        """Give up a call without telling the peer."""
-        if call.connection is None:
-            self._abandon(call_id, call)  # it has not heard of it
-        else:
-            self.release(call)
-
-    def _timed_out(self, _: int, call: Call) -> None:
-        if not call.recipient.done():
-            was_sent = call.connection is not None
-            where = "was sent to" if was_sent else "could not be sent to"
-            seconds = f" of {call.timeout_ms / 1000:g} s" if call.timeout_ms else ""
-            text = f"{call.name} {where} worker {self.info.name!r} and did not end within its timeout{seconds}"
-            error = RpcTimeoutError(text)
-            call.recipient.set_exception(error if was_sent else not_run(error))
+    def _expired(self, calls: dict[int, Call]) -> None:
+        """The time of calls has come."""
+        for call in calls.values():
+            if not call.recipient.done():
+                was_sent = call.connection is not None
+                where = "was sent to" if was_sent else "could not be sent to"
+                seconds = f" of {call.timeout_ms / 1000:g} s" if call.timeout_ms else ""
+                text = f"{call.name} {where} worker {self.info.name!r} and did not end within its timeout{seconds}"
+                error = RpcTimeoutError(text)
+                call.recipient.set_exception(error if was_sent else not_run(error))
+        # Only now: what one of them gives back must not be used to send another
+        for call_id, call in calls.items():
+            self._abandon(call_id, call, is_told=self._timeouts_travel)
 
     # -- the connection
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from arpc.agent.agent import Agent
 from arpc.agent.client.future import Future
 from arpc.agent.hooks.observers import Kind
+from arpc.agent.peers.link import PeerWatcher
 from arpc.agent.scope import current_scope
 from arpc.agent.server.functions import Prompt
 from arpc.agent.server.thread_pool import ThreadPool
@@ -61,7 +62,7 @@ _REASON_S: Final = 1.0
 """How long a worker that hears so from one that did not begin the pass waits to hear why."""
 
 
-class AutogradService:
+class AutogradService(PeerWatcher):
     """The contexts of one worker, what is recorded in them, and the passes over them."""
 
     def __init__(

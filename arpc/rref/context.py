@@ -14,6 +14,7 @@ from typing import Any, Final, NamedTuple, TypeVar
 from msgspec.structs import astuple
 
 from arpc.agent.agent import Agent
+from arpc.agent.peers.link import PeerWatcher
 from arpc.agent.scope import current_scope
 from arpc.errors import (
     OwnerLostError,
@@ -75,7 +76,7 @@ class Skin(NamedTuple):
     """The RRef in one."""
 
 
-class RRefContext:
+class RRefContext(PeerWatcher):
     """The RRefs of one worker."""
 
     def __init__(self, options: RpcOptions, context: Context, name: str, incarnation: int) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextvars import copy_context
+from contextvars import Context, copy_context
+from functools import partial
 from threading import get_ident
 from typing import Any, Final, TypeVar
 
@@ -269,10 +270,7 @@ class Caller:
                 future.set_exception(error)
 
         # whether the thread wants gradients is for those to know who look at its arguments
-        try:
-            self._loop.call_soon_threadsafe(torchstate.run_with, state, start, context=context)
-        except RuntimeError:
-            raise not_run(self._innermost.closed_loop()) from None
+        self._soon(partial(torchstate.run_with, state, start), context)
 
     def on_loop(self, work: Callable[[], T]) -> T:
         """Do something on the loop, from whatever thread this is, in the context of the caller."""
@@ -286,11 +284,14 @@ class Caller:
             except BaseException as error:  # noqa: BLE001 - it is raised in the thread that asked
                 done.set_exception(error)
 
+        self._soon(run, copy_context())
+        return done.result()
+
+    def _soon(self, function: Callable[[], object], context: Context) -> None:
         try:
-            self._loop.call_soon_threadsafe(run, context=copy_context())
+            self._loop.call_soon_threadsafe(function, context=context)
         except RuntimeError:
             raise not_run(self._innermost.closed_loop()) from None
-        return done.result()
 
     # -- the end
 

@@ -11,6 +11,7 @@ from arpc.agent.client.deadlines import Timeouts
 from arpc.agent.client.future import Future
 from arpc.agent.client.pending_calls import Call
 from arpc.agent.codec import Codec
+from arpc.agent.hooks.interceptor import Interceptor
 from arpc.agent.peers.peer import Peer, unsendable
 from arpc.agent.scope import WorkerScope, current_scope
 from arpc.agent.server.functions import Preparation, name_of
@@ -59,7 +60,8 @@ class Sender:
         """None once it is closed: then no thread may send."""
         self._codec = codec
         self._pickler = codec.pickler
-        self._interceptors = tuple((interceptor, interceptor.occasions) for interceptor in codec.interceptors)
+        adding = [each for each in codec.interceptors if type(each).request_sent is not Interceptor.request_sent]
+        self._interceptors = tuple((interceptor, interceptor.occasions) for interceptor in adding)
         self._occasions: tuple[Sized, ...] = tuple(occasions for _, occasions in self._interceptors)
         self._timeouts = timeouts
         self._preparations = dict(preparations or {})

@@ -264,7 +264,8 @@ class Peer:
         if not self._is_holding:
             self._is_holding = True
             self._deadlines.loop.call_soon(self.drain)
-        self._wait(call_id, call, content)
+        call.content = content
+        self.backlog[call_id] = call
 
     def held(self, call_id: int) -> Call | None:
         """A call that is held, and has not ended."""

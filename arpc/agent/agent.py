@@ -410,7 +410,7 @@ class Agent:
     async def aclose(self, reason: str = "it was shut down") -> None:
         """Take no more calls, end what is under way, say goodbye and close every connection."""
         self.is_closing = True
-        self._sender.is_closed = True
+        self._sender.close()
         for message_class in self._requests:
             self._handlers[message_class] = self.dispatcher.refuse
         self.heartbeat.close()

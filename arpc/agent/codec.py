@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from arpc.agent.hooks.device_placement import PLACE, Placement, ToCaller
+from arpc.agent.hooks.device_placement import PLACE, DeviceStager, Placement
 from arpc.agent.hooks.interceptor import Interceptor
 from arpc.errors import ProtocolError, SerializationError
 from arpc.ids import WorkerInfo
@@ -27,7 +27,7 @@ __all__ = ["Codec", "decode_metadata"]
 
 _NO_SLOTS: Final[list[Any]] = []
 _NO_METADATA: Final[Metadata] = {}
-_ALL_TO_CALLER: Final = ToCaller({}, moves_host_memory=True)
+_ALL_TO_CALLER: Final = DeviceStager({}, str, moves_host_memory=True)
 
 
 class Codec:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from arpc.agent.client.pending_calls import PendingCalls
 from arpc.agent.peers.peer import Peer
 from arpc.agent.server.inbound import Inbound
 
@@ -21,21 +20,17 @@ class EarlierWork:
     """The requests and calls that were under way when a worker began to leave."""
 
     def __init__(self, inbounds: Iterable[Inbound], peers: Iterable[Peer]) -> None:
-        peers = list(peers)
-        self._requests: list[tuple[Inbound, int]] = [
-            (inbound, id_) for inbound in inbounds for id_ in (*inbound.running, *inbound.waiting)
-        ]
-        self._calls: list[tuple[PendingCalls, int]] = [(peer.calls, id_) for peer in peers for id_, _ in peer.calls]
-        self._calls_of_threads = {(peer, id_) for peer in peers for id_, _, _ in peer.calls_of_threads()}
+        self._inbounds = list(inbounds)
+        self._left = self._under_way(peers)
 
     def may_cause_calls(self, peers: Iterable[Peer]) -> bool:
         """Whether a request that comes now may be the consequence of this work."""
-        return self._is_under_way and any(peer.calls_in_flight for peer in peers)
+        self._left &= self._under_way(peers)
+        return bool(self._left) and any(peer.calls_in_flight for peer in peers)
 
-    @property
-    def _is_under_way(self) -> bool:
-        self._requests = [one for one in self._requests if one[1] in one[0].running or one[1] in one[0].waiting]
-        self._calls = [one for one in self._calls if one[0].get(one[1]) is not None]
-        peers = {peer for peer, _ in self._calls_of_threads}
-        self._calls_of_threads &= {(peer, id_) for peer in peers for id_, _, _ in peer.calls_of_threads()}
-        return bool(self._requests or self._calls or self._calls_of_threads)
+    def _under_way(self, peers: Iterable[Peer]) -> set[tuple[object, int]]:
+        """What is under way now, by id. Calls of this worker and of its threads are numbered independently."""
+        requests = {(inbound, id_) for inbound in self._inbounds for id_ in (*inbound.running, *inbound.waiting)}
+        calls = {(peer.calls, id_) for peer in peers for id_, _ in peer.calls}
+        of_threads = {(peer, id_) for peer in peers for id_, _, _ in peer.calls_of_threads()}
+        return {*requests, *calls, *of_threads}

@@ -12,6 +12,7 @@ from contextvars import Context
 from typing import Any, Final, cast
 
 from arpc.agent.agent import Agent
+from arpc.agent.peers.link import PeerWatcher
 from arpc.errors import ConfigurationError, RendezvousError, UnknownWorkerError
 from arpc.group.membership import Joined, Rendezvous, WorkerRecord
 from arpc.group.roster import MemberEvent, MemberLost, MemberStream, Roster
@@ -30,8 +31,8 @@ _LOOK_S: Final = 1.0
 LostCallback = Callable[[MemberLost], object]
 
 
-class MembershipWatch:
-    """What one worker knows of the others, kept up to date: a `link.PeerWatcher`."""
+class MembershipWatch(PeerWatcher):
+    """What one worker knows of the others, kept up to date."""
 
     def __init__(self, rendezvous: Rendezvous, options: RpcOptions, context: Context) -> None:
         self.roster = Roster()
@@ -104,9 +105,6 @@ class MembershipWatch:
 
     def peer_lost(self, peer: WorkerInfo, reason: str) -> None:
         self.roster.lost(peer, reason)
-
-    def peer_forgotten(self, peer: WorkerInfo) -> None:
-        """The roster has said so."""
 
     def _seen(self, worker: WorkerInfo) -> None:
         peer = self._agent.peer(worker)

@@ -11,7 +11,9 @@ from typing import Any, Final, TypeAlias
 from torch import Tensor
 
 from arpc.agent.agent import Agent
+from arpc.agent.client.future import Future
 from arpc.agent.hooks.observers import Kind
+from arpc.agent.peers.link import PeerWatcher
 from arpc.agent.scope import current_scope
 from arpc.agent.server.functions import Prompt
 from arpc.agent.server.thread_pool import ThreadPool
@@ -20,7 +22,7 @@ from arpc.autograd.contexts import AutogradContext, Container
 from arpc.autograd.engine.accumulate_hooks import has_accumulate_hooks
 from arpc.autograd.engine.run_policy import RunPolicy
 from arpc.autograd.lifetime import Lifetimes
-from arpc.autograd.passes.backward_pass import Answer, BackwardPass, Threads
+from arpc.autograd.passes.backward_pass import BackwardPass, Threads
 from arpc.autograd.passes.messages import (
     NOTHING_LIVE,
     PackedParcel,
@@ -57,7 +59,7 @@ _REASON_S: Final = 1.0
 """How long a worker that hears so from one that did not begin the pass waits to hear why."""
 
 
-class AutogradService:
+class AutogradService(PeerWatcher):
     """The contexts of one worker, what is recorded in them, and the passes over them."""
 
     def __init__(
@@ -238,12 +240,12 @@ class AutogradService:
 
     # -- for passes
 
-    def send(self, backward_pass: BackwardPass, to: int, parcel: Parcel) -> Answer:
+    def send(self, backward_pass: BackwardPass, to: int, parcel: Parcel) -> Future[Any]:
         """Send a parcel. The parcel that comes with the answer is the result."""
         agent, deadline = self._agent, backward_pass.deadline
         timeout_s = 0.0 if deadline is None else max(0.001, deadline - agent.loop.time())
         packed = pack_parcel(parcel, backward_pass.heading)
-        answer = Answer(agent.loop)
+        answer: Future[Any] = Future(loop=agent.loop)
         try:
             agent.request(AutogradGradients, to, (packed,), timeout_s, future=answer, is_internal=True)
         except ArpcError as error:

@@ -13,7 +13,6 @@ from arpc.private.switch import PUBLIC_ONLY
 
 __all__ = [
     "ENTERS_TASKS",
-    "WAKES_DIRECTLY",
     "awaited_by",
     "enter_task",
     "leave_task",
@@ -42,9 +41,6 @@ else:
     if ENTERS_TASKS:
         enter_task, leave_task = _enter_task, _leave_task
 
-WAKES_DIRECTLY: Final = not PUBLIC_ONLY and hasattr(asyncio.Future, "_asyncio_future_blocking")
-"""Tasks take any object with this attribute for a future, so one of ours can wake them when it is done."""
-
 
 def find_running_loop() -> asyncio.AbstractEventLoop | None:
     """`running_loop` by documented APIs."""
@@ -67,7 +63,6 @@ def private_apis() -> dict[str, bool]:
     """Which undocumented APIs of asyncio are in use."""
     return {
         "enter_task": ENTERS_TASKS,
-        "future_blocking": WAKES_DIRECTLY,
         "running_loop": running_loop is not find_running_loop,
     }
 

@@ -11,6 +11,7 @@ import msgspec
 
 from arpc.agent.agent import Agent
 from arpc.agent.hooks.observers import Handling, Observer
+from arpc.agent.peers.link import PeerWatcher
 from arpc.agent.server.functions import Prompt
 from arpc.errors import ProfilerError
 from arpc.ids import IdAllocator, WorkerInfo
@@ -29,7 +30,7 @@ TIME: Final = "time"
 COLLECT: Final = "collect"
 
 
-class Tracer(Observer):
+class Tracer(Observer, PeerWatcher):
     """Stands by until a request brings the header of a trace."""
 
     key = TRACE
@@ -120,24 +121,11 @@ class Tracer(Observer):
 
     # -- told by the agent
 
-    def peer_connected(self, peer: WorkerInfo) -> None:
-        """Nothing to do."""
-
     def peer_disconnected(self, peer: WorkerInfo, *, has_left: bool) -> None:
         """Who makes a trace is gone: nobody will ever ask for it."""
         for trace_id, recorder in list(self.recorders.items()):
             if recorder.header.origin == peer.name:
                 self.leave(trace_id)
-
-    def wants(self, peer: WorkerInfo) -> bool:
-        """Nobody has to be sought for a trace."""
-        return False
-
-    def peer_lost(self, peer: WorkerInfo, reason: str) -> None:
-        """Its recordings ended with its connection."""
-
-    def peer_forgotten(self, peer: WorkerInfo) -> None:
-        """Its recordings ended with its connection."""
 
     # -- the end
 

@@ -12,6 +12,7 @@ from threading import get_ident
 from typing import Any, Final, NamedTuple, TypeVar
 
 from arpc.agent.agent import Agent
+from arpc.agent.peers.link import PeerWatcher
 from arpc.agent.scope import current_scope
 from arpc.errors import OwnerLostError, RRefCreationError, RRefError
 from arpc.ids import UNKNOWN_ID, GloballyUniqueId, IdAllocator, WorkerInfo
@@ -67,7 +68,7 @@ class Skin(NamedTuple):
     """The RRef in one."""
 
 
-class RRefContext:
+class RRefContext(PeerWatcher):
     """The RRefs of one worker."""
 
     def __init__(self, options: RpcOptions, context: Context, name: str, incarnation: int) -> None:

@@ -144,7 +144,7 @@ class Creation(Use, kw_only=True):
         call.flags |= _VALUE
         waiter: asyncio.Future[tuple[Any, ...]] = agent.caller.make_waiter()
         self.waiter = waiter
-        peer.send_held()
+        peer.drain()
         return waiter
 
     def future(self) -> OwnerFuture:

@@ -13,7 +13,7 @@ from arpc.private import asyncio as private
 @pytest.mark.private_apis
 def test_private_apis_are_on():
     # or handlers cost a task each, and answers a turn of the loop: a Python that has them no more must be seen here
-    assert private.private_apis() == {"enter_task": True, "future_blocking": True, "running_loop": True}
+    assert private.private_apis() == {"enter_task": True, "running_loop": True}
 
 
 def test_an_environment_variable_turns_them_off():

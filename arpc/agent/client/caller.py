@@ -8,7 +8,8 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from contextvars import copy_context
+from contextvars import Context, copy_context
+from functools import partial
 from threading import get_ident
 from typing import Any, Final, TypeVar
 
@@ -18,7 +19,6 @@ from arpc.agent.client.future import Future
 from arpc.agent.client.pending_calls import Call, CallSender, Cancellable
 from arpc.agent.client.sender import Sender
 from arpc.agent.client.streams import Stream
-from arpc.agent.client.waiter import waiter_factory
 from arpc.agent.hooks.observers import Observers
 from arpc.agent.peers.directory import PeerDirectory
 from arpc.agent.peers.peer import Peer
@@ -63,7 +63,7 @@ class Caller:
         self._known_peers = peers.by_key
         self._observers = observers
         self._resolve = resolve
-        self.make_waiter = waiter_factory(loop)
+        self.make_waiter: Callable[[], asyncio.Future[Any]] = loop.create_future
         """Makes what a coroutine awaits until its call has ended."""
 
     # -- verbs
@@ -168,8 +168,6 @@ class Caller:
 
         ``name`` is what people call it, see `Call`.
         """
-        if self._innermost.is_closed or get_ident() != self._thread:
-            self._innermost.refuse(function)
         call = Call(
             None,
             Future(loop=self._loop) if future is None else future,
@@ -210,8 +208,8 @@ class Caller:
 
     def _defer(self, to: str | int | WorkerInfo, call: Call) -> None:
         """Ask the group about a worker that is not known yet, or may be another one by now, then call it."""
-        if self._innermost.is_closed or self._loop.is_closed():
-            self._innermost.refuse(to)
+        if self._innermost.is_closed or self._loop.is_closed() or get_ident() != self._thread:
+            self._innermost.refuse(call.function)
         if not isinstance(to, str | int) and self._peers.get(to) is None:
             raise self._peers.unknown(to)
         future: Cancellable = call.recipient
@@ -272,10 +270,7 @@ class Caller:
                 future.set_exception(error)
 
         # whether the thread wants gradients is for those to know who look at its arguments
-        try:
-            self._loop.call_soon_threadsafe(torchstate.run_with, state, start, context=context)
-        except RuntimeError:
-            raise not_run(self._innermost.closed_loop()) from None
+        self._soon(partial(torchstate.run_with, state, start), context)
 
     def on_loop(self, work: Callable[[], T]) -> T:
         """Do something on the loop, from whatever thread this is, in the context of the caller."""
@@ -289,11 +284,14 @@ class Caller:
             except BaseException as error:  # noqa: BLE001 - it is raised in the thread that asked
                 done.set_exception(error)
 
+        self._soon(run, copy_context())
+        return done.result()
+
+    def _soon(self, function: Callable[[], object], context: Context) -> None:
         try:
-            self._loop.call_soon_threadsafe(run, context=copy_context())
+            self._loop.call_soon_threadsafe(function, context=context)
         except RuntimeError:
             raise not_run(self._innermost.closed_loop()) from None
-        return done.result()
 
     # -- the end
 
@@ -301,14 +299,14 @@ class Caller:
         """Raise `ShutdownError` if the loop is closed, and forget all calls: none of them can end any more."""
         if not self._loop.is_closed():
             return
-        self._innermost.is_closed = True
+        self._innermost.close()
         for peer in self._peers:
             peer.abandon()
         raise not_run(self._innermost.closed_loop()) from None
 
     async def aclose(self) -> None:
         """Make no more calls."""
-        self._innermost.is_closed = True
+        self._innermost.close()
         for task in list(self.deferred):
             task.cancel()
         if self.deferred:

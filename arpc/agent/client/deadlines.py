@@ -32,6 +32,8 @@ _MAX_KEPT: Final = 16
 Deadline = tuple[int, int, float]
 """The tick at which a call expires, the milliseconds that the peer is told (0 for none), until when these two hold."""
 
+_NONE_KEPT: Final[Deadline] = (NEVER, 0, -inf)
+
 logger = get_logger("arpc.deadlines")
 
 
@@ -138,9 +140,8 @@ class Timeouts:
     def deadline(self, timeout: float | Unset) -> Deadline:
         """The deadline of a call that is made for no caller."""
         timeout_s = self._default_s if timeout is UNSET else checked_timeout(timeout)
-        now = self._time()
-        kept = self._kept.get(timeout_s)
-        if kept is None or now >= kept[2]:
+        kept = self._kept.get(timeout_s, _NONE_KEPT)
+        if (now := self._time()) >= kept[2]:
             if len(self._kept) > _MAX_KEPT:
                 self._kept.clear()
             kept = self._kept[timeout_s] = self._find(now, timeout_s)

@@ -21,10 +21,12 @@ __all__ = ["SEQUENCE_BITS", "Call", "CallSender", "Cancellable", "PendingCalls",
 SEQUENCE_BITS: Final = 24
 _MASK: Final = (1 << SEQUENCE_BITS) - 1
 _REQUEST: Final = int(MessageType.REQUEST)
+_EMPTY: Final[dict[int, Call]] = {}
+"""Of a tick that has no calls."""
 
 
 class Recipient(Protocol):
-    """Receives the outcome of a call, once: a `Future` or a `ReplyWaiter`."""
+    """Receives the outcome of a call, once: a future, or a part of a feature that acts like one."""
 
     def done(self) -> bool: ...
     def cancelled(self) -> bool: ...
@@ -76,7 +78,7 @@ class Call(msgspec.Struct, eq=False):
     size_bytes: int = 0
     """What it takes of the window."""
     content: Content | None = None
-    """What is to be sent; None before it is encoded, and once it was sent."""
+    """What is to be sent, while it waits to be sent."""
     connection: Connection | None = None
     """What it was sent on; None while it waits to be sent."""
     bulk: BulkSend | None = None
@@ -106,24 +108,22 @@ class PendingCalls:
     An id is ``tick << 24 | number``, so that the table of pending calls is the timer wheel too.
     """
 
-    def __init__(
-        self,
-        deadlines: Deadlines,
-        timed_out: Callable[[int, Call], None],
-        abandon: Callable[[int, Call], None] = lambda _, __: None,
-    ) -> None:
+    def __init__(self, deadlines: Deadlines, expired: Callable[[dict[int, Call]], None]) -> None:
+        """``expired`` ends calls whose time has come, which are not in the table any more."""
         self._deadlines = deadlines
-        self._timed_out = timed_out
-        self._abandon = abandon
+        self._expired = expired
         self._buckets: dict[int, dict[int, Call]] = {}
         self.made = 0
         """How many there have been."""
 
     def add(self, tick: int, call: Call) -> int:
         """Keep a call until its end; returns its id."""
-        bucket = self._buckets.get(tick)
-        if bucket is None:
-            bucket = self._open_bucket(tick)
+        try:
+            bucket = self._buckets[tick]
+        except KeyError:
+            bucket = self._buckets[tick] = {}
+            if tick != NEVER:
+                self._deadlines.watch(tick, self)
         self.made = number = self.made + 1
         call_id = tick << SEQUENCE_BITS | number & _MASK
         while call_id in bucket:  # sixteen million calls later, one of them still waits
@@ -132,28 +132,15 @@ class PendingCalls:
         bucket[call_id] = call
         return call_id
 
-    def _open_bucket(self, tick: int) -> dict[int, Call]:
-        bucket = self._buckets[tick] = {}
-        if tick != NEVER:
-            self._deadlines.watch(tick, self)
-        return bucket
-
     def pop(self, call_id: int) -> Call | None:
         """Take a call out. The code that gets it here ends it."""
-        bucket = self._buckets.get(call_id >> SEQUENCE_BITS)
-        return bucket.pop(call_id, None) if bucket is not None else None
+        return self._buckets.get(call_id >> SEQUENCE_BITS, _EMPTY).pop(call_id, None)
 
     def get(self, call_id: int) -> Call | None:
-        bucket = self._buckets.get(call_id >> SEQUENCE_BITS)
-        return bucket.get(call_id) if bucket is not None else None
+        return self._buckets.get(call_id >> SEQUENCE_BITS, _EMPTY).get(call_id)
 
     def expire(self, tick: int) -> None:
-        expired = self._buckets.pop(tick, {})
-        for call_id, call in expired.items():
-            self._timed_out(call_id, call)
-        # Only now: what one of them gives back must not be used to send another
-        for call_id, call in expired.items():
-            self._abandon(call_id, call)
+        self._expired(self._buckets.pop(tick, {}))
 
     def clear(self) -> None:
         """Forget all calls."""

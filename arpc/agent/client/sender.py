@@ -11,11 +11,11 @@ from arpc.agent.client.deadlines import Timeouts
 from arpc.agent.client.future import Future
 from arpc.agent.client.pending_calls import Call
 from arpc.agent.codec import Codec
+from arpc.agent.hooks.interceptor import Interceptor
 from arpc.agent.peers.peer import Peer, unsendable
 from arpc.agent.scope import WorkerScope, current_scope
 from arpc.agent.server.functions import Preparation, name_of
 from arpc.errors import OverloadedError, SerializationError, ShutdownError, not_run
-from arpc.wire.frames import HEADER_BYTES
 from arpc.wire.messages import RequestFlag
 from arpc.wire.metadata import Metadata, encode_metadata
 from arpc.wire.values.content import Content
@@ -54,25 +54,25 @@ class Sender:
         timeouts: Timeouts,
         preparations: Mapping[type, Preparation] | None = None,
     ) -> None:
-        self.is_closed = False
-        """The worker shuts down: nothing is sent any more."""
         self._name = name
         self._loop = loop
-        self._thread = get_ident()
+        self._thread: int | None = get_ident()
+        """None once it is closed: then no thread may send."""
         self._codec = codec
         self._pickler = codec.pickler
-        self._interceptors = tuple((interceptor, interceptor.occasions) for interceptor in codec.interceptors)
+        adding = [each for each in codec.interceptors if type(each).request_sent is not Interceptor.request_sent]
+        self._interceptors = tuple((interceptor, interceptor.occasions) for interceptor in adding)
         self._occasions: tuple[Sized, ...] = tuple(occasions for _, occasions in self._interceptors)
         self._timeouts = timeouts
         self._preparations = dict(preparations or {})
 
     def send(self, call: Call) -> int:
         """Send a request, now or when there is room; returns its id. Raises before anything is sent if it cannot be."""
-        if self.is_closed or get_ident() != self._thread:
+        if get_ident() != self._thread:
             self.refuse(call.function)
         peer: Peer = call.peer
-        scope = None if call.is_internal else current_scope.get()
-        if scope is None or scope.__class__ is WorkerScope:
+        scope = current_scope.get()
+        if scope is None or scope.__class__ is WorkerScope or call.is_internal:
             scope = None  # of code that runs for no caller, so without a deadline
             tick, call.timeout_ms, _ = self._timeouts.deadline(call.timeout)
         else:
@@ -80,43 +80,36 @@ class Sender:
         args, kwargs = call.args, call.kwargs
         if args.__class__ is not tuple or (kwargs is not None and kwargs.__class__ is not dict):
             args, kwargs = call.args, call.kwargs = as_arguments(args), as_keywords(kwargs)
-        number: int | None = call.function_id
+        number = call.function_id
         if not number:
             try:
-                number = peer.function_ids.get(call.function)
-            except TypeError:
-                number = None  # not hashable, so not a function of a module
-            call.function_id = number = self._define(call) if number is None else number
-        pickle, slots, meta, tensors = b"", _NO_SLOTS, b"", None
-        if args or not number or kwargs:
-            if not number:
+                number = peer.function_ids[call.function]
+            except (KeyError, TypeError):  # not known there yet; or not hashable, so not a function of a module
+                number = self._define(call)
                 args, kwargs = call.args, call.kwargs  # which a preparation may have changed
+            call.function_id = number
+        pickle, slots = b"", _NO_SLOTS
+        if args or kwargs or not number:
             pickle, slots = self._pickle(peer, number, call.function, args, kwargs)
             call.args = call.kwargs = None
             if kwargs:
                 call.flags |= _KWARGS
         metadata = call.metadata
-        if not call.is_internal and any(self._occasions):
+        if any(self._occasions) and not call.is_internal:
             metadata = self._intercepted(call, slots)
-        size_bytes = HEADER_BYTES + len(pickle)
-        if metadata:
-            meta = encode_metadata(metadata)
-            size_bytes += len(meta)
-        if slots:
-            stager = self._codec.stager_to(peer.info.name) if self._codec.knows_devices else None
-            tensors = self._codec.pack(slots, len(pickle), stager)
-            size_bytes += tensors.size_bytes
-        call.content = Content(pickle, meta, tensors)
-        call.size_bytes = size_bytes
+        meta = encode_metadata(metadata) if metadata else b""
+        tensors = self._codec.pack(slots, len(pickle), peer.stager) if slots else None
+        content = Content(pickle, meta, tensors)
+        call.size_bytes = content.size_bytes()
         if scope is not None:
             scope.call_begun(call.recipient)
         call_id = peer.calls.add(tick, call)
         if tensors is not None and tensors.waits:
-            self._submit_when_filled(peer, call_id, call, tensors)
+            self._submit_when_filled(peer, call_id, call, content, tensors)
         elif call.is_held:
-            peer.hold(call_id, call)
+            peer.hold(call_id, call, content)
         else:
-            peer.submit(call_id, call)
+            peer.submit(call_id, call, content)
         return call_id
 
     def _define(self, call: Call) -> int:
@@ -142,13 +135,14 @@ class Sender:
         metadata: Metadata = dict(call.metadata or ())
         for interceptor, occasions in self._interceptors:
             if occasions:
-                is_stream = bool(call.flags & _STREAM)
-                added = interceptor.request_sent(call.peer.info, call.function, slots, is_stream)
+                added = interceptor.request_sent(call.peer.info, call.function, slots, call.flags & _STREAM != 0)
                 if added is not None:
                     metadata[interceptor.key] = added
         return metadata
 
-    def _submit_when_filled(self, peer: Peer, call_id: int, call: Call, tensors: PackedTensors) -> None:
+    def _submit_when_filled(
+        self, peer: Peer, call_id: int, call: Call, content: Content, tensors: PackedTensors
+    ) -> None:
         """Send a call once its tensors have been copied from devices. It may have ended by then."""
 
         def filled(failure: SerializationError | None) -> None:
@@ -159,7 +153,7 @@ class Sender:
                 call.recipient.set_exception(failure)
             else:
                 try:
-                    peer.submit(call_id, call)
+                    peer.submit(call_id, call, content)
                 except OverloadedError as error:
                     call.recipient.set_exception(error)
 
@@ -179,21 +173,18 @@ class Sender:
 
         Raises what cannot travel at once, where the call is made, and leaves the loop to others meanwhile.
         """
-        arguments = as_arguments(args)
-        keywords = as_keywords(kwargs) if kwargs else None
+        call = Call(peer, None, function, as_arguments(args), as_keywords(kwargs) if kwargs else None)
         try:
-            number = peer.function_ids.get(function)
-        except TypeError:
-            number = None
-        if number is None:
+            number = peer.function_ids[function]
+        except (KeyError, TypeError):
             number = on_loop(lambda: peer.define(function))
-            if not number and (prepare := self._preparations.get(type(function))) is not None:
-                function, arguments = prepare(function, arguments, keywords)
-                keywords = None
-        if number and not arguments and not keywords:
+            if not number:
+                self._prepare(call)
+        arguments: Any = call.args
+        if number and not arguments and not call.kwargs:
             return ()
-        pickle, slots = self._pickle(peer, number, function, arguments, keywords)
-        return Prepared(pickle, slots, bool(number), function, arguments, keywords)
+        pickle, slots = self._pickle(peer, number, call.function, arguments, call.kwargs)
+        return Prepared(pickle, slots, bool(number), call.function, arguments, call.kwargs)
 
     def _pickle(
         self, peer: Peer, number: int, function: Any, args: Any, kwargs: Mapping[str, Any] | None
@@ -235,6 +226,15 @@ class Sender:
             raise unsendable(function, error) from error
 
     # -- refusals
+
+    @property
+    def is_closed(self) -> bool:
+        """The worker shuts down: nothing is sent any more."""
+        return self._thread is None
+
+    def close(self) -> None:
+        """Refuse all calls from now on."""
+        self._thread = None
 
     def refuse(self, function: Any) -> NoReturn:
         """Raise why nothing can be sent here and now."""

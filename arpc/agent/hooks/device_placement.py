@@ -31,7 +31,7 @@ from arpc.wire.values.device_staging import ACCELERATORS, AcceleratorBackend, De
 from arpc.wire.values.layouts import Misplaced
 from arpc.wire.values.packing import Slot
 
-__all__ = ["PLACE", "Placement", "ResultPlacer", "ToCaller", "find_backends"]
+__all__ = ["PLACE", "DeviceStager", "Placement", "ResultPlacer", "find_backends"]
 
 logger = get_logger("arpc.placement")
 
@@ -52,50 +52,32 @@ def find_backends() -> dict[str, DeviceBackend]:
     return {type_: backend for type_, backend in found.items() if backend.count()}
 
 
-class _ToPeer:
-    """Places the arguments of calls to one worker, as its map says."""
+class DeviceStager:
+    """Takes tensors of a message to host memory, and says where they belong: a `Stager`."""
 
-    def __init__(self, me: str, peer: str, mapping: DeviceMap, backends: Mapping[str, DeviceBackend]) -> None:
-        self._me = me
-        self._peer = peer
-        self._map = mapping
+    def __init__(
+        self,
+        backends: Mapping[str, DeviceBackend],
+        place_of: Callable[[torch.device], str],
+        *,
+        moves_host_memory: bool,
+    ) -> None:
+        """``place_of`` names the place of tensors of a device, as the receiver finds it; empty for host memory."""
         self._backends = backends
-        self.moves_host_memory = mapping.get(_CPU, _CPU) != _CPU
+        self._place_of = place_of
+        self.moves_host_memory = moves_host_memory
+        """Tensors on the CPU have a place, too."""
 
     def stage(self, tensor: Tensor) -> Staged | None:
         device = tensor.device
-        target = self._map.get(device, _CPU if device == _CPU else None)
         if device == _CPU:
-            return None if target == _CPU else Staged(tensor.contiguous(), str(target), None)
+            return Staged(tensor.contiguous(), self._place_of(device), None) if self.moves_host_memory else None
         backend = self._backends.get(device.type)
         if backend is None:
             return None
-        if target is None:
-            raise SerializationError(
-                f"worker {self._me!r} has a tensor on {device} for worker {self._peer!r}, and no device map says where "
-                f"it belongs there. Say so before init_rpc: options.set_device_map({self._peer!r}, "
-                f"{{{str(device)!r}: ...}}), or move it to the CPU"
-            )
+        place = self._place_of(device)  # first: there may be none
         host, wait = backend.download(tensor)
-        return Staged(host, "" if target == _CPU else str(target), wait)
-
-
-class ToCaller:
-    """Says where the tensors of a reply were; the caller knows where they belong."""
-
-    def __init__(self, backends: Mapping[str, DeviceBackend], *, moves_host_memory: bool) -> None:
-        self._backends = backends
-        self.moves_host_memory = moves_host_memory
-        """The caller has asked about the CPU, too."""
-
-    def stage(self, tensor: Tensor) -> Staged | None:
-        if self.moves_host_memory and tensor.device == _CPU:
-            return Staged(tensor.contiguous(), "cpu", None)
-        backend = self._backends.get(tensor.device.type)
-        if backend is None:
-            return None
-        host, wait = backend.download(tensor)
-        return Staged(host, str(tensor.device), wait)
+        return Staged(host, place, wait)
 
 
 class ResultPlacer(Interceptor):
@@ -132,8 +114,10 @@ class Placement:
         self._back = {to: {there: here for here, there in mapping.items()} for to, mapping in self._maps.items()}
         self.results = ResultPlacer(self._back)
         self._stagers: dict[str, Stager] = {}
-        self.to_caller = ToCaller(backends, moves_host_memory=False)
-        self.all_to_caller = ToCaller(backends, moves_host_memory=True)
+        self.to_caller = DeviceStager(backends, str, moves_host_memory=False)
+        """For answers: they say where tensors were, and the caller knows where these belong."""
+        self.all_to_caller = DeviceStager(backends, str, moves_host_memory=True)
+        """For answers to a caller that has asked about the CPU, too."""
         self._loop = loop
         self._pool: ThreadPool | None = None
         self.sent = 0
@@ -171,8 +155,24 @@ class Placement:
         """For calls to a worker."""
         stager = self._stagers.get(to)
         if stager is None:
-            stager = self._stagers[to] = _ToPeer(self._name, to, self._map(to), self._backends)
+            mapping = self._map(to)
+            stager = self._stagers[to] = DeviceStager(
+                self._backends,
+                partial(self._place_there, to, mapping),
+                moves_host_memory=mapping.get(_CPU, _CPU) != _CPU,
+            )
         return stager
+
+    def _place_there(self, to: str, mapping: DeviceMap, device: torch.device) -> str:
+        """Where the map for a worker says that tensors of a device belong."""
+        target = mapping.get(device)
+        if target is None:
+            raise SerializationError(
+                f"worker {self._name!r} has a tensor on {device} for worker {to!r}, and no device map says where "
+                f"it belongs there. Say so before init_rpc: options.set_device_map({to!r}, "
+                f"{{{str(device)!r}: ...}}), or move it to the CPU"
+            )
+        return "" if target == _CPU else str(target)
 
     def _map(self, to: str) -> DeviceMap:
         mapping = self._maps.get(to)

@@ -362,16 +362,13 @@ class ObservedSender:
     """Tells observers of every request of a worker."""
 
     def __init__(self, inner: CallSender, observers: Observers) -> None:
-        self._inner = inner
+        self._send = inner.send
         self._observers = observers
-        self._occasions = tuple(observer.occasions for observer in observers.standing)
+        self._occasions = (observers.installed, *(observer.occasions for observer in observers.standing))
 
     def send(self, call: Call) -> int:
         """Send a request."""
-        observers = self._observers
-        if observers.installed or any(self._occasions):
-            return observers.begin(call, self._inner.send)
-        return self._inner.send(call)
+        return self._observers.begin(call, self._send) if any(self._occasions) else self._send(call)
 
 
 def error_of(recipient: Any) -> BaseException | None:

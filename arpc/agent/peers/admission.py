@@ -16,6 +16,7 @@ from contextvars import Context
 from typing import TYPE_CHECKING, Final
 
 from arpc.agent.peers.link import ONLOOKER, THREAD
+from arpc.agent.peers.peer import PeerState
 from arpc.errors import ArpcError, RendezvousError, UnknownWorkerError, WireError
 from arpc.ids import WorkerInfo
 from arpc.log import get_logger
@@ -107,7 +108,7 @@ class Admission:
                 raise Refused(Refusal.DUPLICATE, "a connection exists")
             # the peer has lost its end of the connection, and we did not notice
             existing.abort(WireError("the peer connected anew"))
-        elif peer.is_connecting and me.id < identity.id:
+        elif peer.state is PeerState.CONNECTING and me.id < identity.id:
             raise Refused(Refusal.DUPLICATE, "a connection is being made")
 
     # -- elastic groups

@@ -133,7 +133,8 @@ class Connector:
             record = WorkerRecord(identity.name, identity.id, identity.incarnation, (), "", identity.main)
             peer = self.agent.add_peer(record)
         main_by_value = not self.same_main(identity.main)
-        self._link(connection, peer, self._options.max_handlers_per_peer, main_by_value)
+        limit = self._options.max_handlers_per_peer
+        self._links[connection] = Link(connection, peer, self.agent.deadlines, limit, main_by_value=main_by_value)
         # of the two ends of the connection to oneself, calls go out on one only
         if connection.protocol.role is Role.CONNECTOR or identity.id != self._id:
             peer.opened(connection, main_by_value=main_by_value)
@@ -146,7 +147,7 @@ class Connector:
     def _opened_by_onlooker(self, connection: Connection) -> None:
         """Keep the connection of an onlooker: a peer that cannot be called, and that no feature hears of."""
         peer = self.agent.make_peer(WorkerInfo(connection.peer.name, connection.peer.id))
-        self._link(connection, peer, _ONLOOKER_HANDLERS, is_onlooker=True)
+        self._links[connection] = Link(connection, peer, self.agent.deadlines, _ONLOOKER_HANDLERS, is_onlooker=True)
         connection.redirect(self.agent.inspection_received)
 
     def _opened_by_thread(self, connection: Connection) -> None:
@@ -156,29 +157,12 @@ class Connector:
             _turn_away(connection, "the connection that it belongs to has ended")
             return
         main.inbound.set_limit(main.inbound.limit - THREAD_HANDLERS)
-        self._link(connection, main.peer, THREAD_HANDLERS, main.inbound.main_by_value, main=main)
+        main_by_value = main.inbound.main_by_value
+        self._links[connection] = Link(
+            connection, main.peer, self.agent.deadlines, THREAD_HANDLERS, main_by_value=main_by_value, main=main
+        )
         main.peer.accepted_from_threads.add(connection)
         connection.redirect(self.agent.thread_calls_received)
-
-    def _link(
-        self,
-        connection: Connection,
-        peer: Peer,
-        max_handlers: int,
-        main_by_value: bool = True,
-        *,
-        is_onlooker: bool = False,
-        main: Link | None = None,
-    ) -> None:
-        self._links[connection] = Link(
-            connection,
-            peer,
-            self.agent.deadlines,
-            max_handlers=max_handlers,
-            main_by_value=main_by_value,
-            is_onlooker=is_onlooker,
-            main=main,
-        )
 
     def connection_lost(self, connection: Connection, error: Exception | None) -> None:
         self.bulk.lost(connection)

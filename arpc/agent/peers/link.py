@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Final, Protocol
+from typing import Final
 
 from arpc.agent.client.deadlines import Deadlines
 from arpc.agent.peers.peer import Peer
@@ -28,9 +28,9 @@ class Link:
         connection: Connection,
         peer: Peer,
         deadlines: Deadlines,
-        *,
         max_handlers: int,
-        main_by_value: bool,
+        *,
+        main_by_value: bool = True,
         is_onlooker: bool = False,
         main: Link | None = None,
     ) -> None:
@@ -49,10 +49,14 @@ class Link:
         return self.main is not None
 
 
-class PeerWatcher(Protocol):
-    """A feature that wants to know which workers can be reached. It hears nothing about this worker itself."""
+class PeerWatcher:
+    """A feature that wants to know which workers can be reached. It hears nothing about this worker itself.
 
-    def peer_connected(self, peer: WorkerInfo) -> None: ...
+    One that inherits from it defines what it needs; the methods here do nothing.
+    """
+
+    def peer_connected(self, peer: WorkerInfo) -> None:
+        """There is a connection, the first or another one."""
 
     def peer_disconnected(self, peer: WorkerInfo, *, has_left: bool) -> None:
         """The connection is gone. ``has_left``: the peer said goodbye, so it will not come back as the same worker."""
@@ -62,6 +66,7 @@ class PeerWatcher(Protocol):
 
         If it does to any watcher, the worker tries to reach it, until `peer_connected` or `peer_lost` is called.
         """
+        return False
 
     def peer_lost(self, peer: WorkerInfo, reason: str) -> None:
         """A peer is dead, has been replaced by another of its name, or was silent for `RpcOptions.rref_grace`.

@@ -33,6 +33,7 @@ from arpc.transport.connection import Connection
 from arpc.user_errors import text_of
 from arpc.wire.frames import frame
 from arpc.wire.messages import MessageType
+from arpc.wire.values.content import Content
 from arpc.wire.values.pickler import importable_name
 
 __all__ = ["Peer", "PeerState"]
@@ -117,15 +118,19 @@ class Peer:
         """Nobody listened at an address where it is known to have been: its process has ended."""
         self.hosts = {""}
         """Where it was met, in this start of it, as it or the network calls its host. Empty: this one."""
+        self.stager = codec.stager_to(info.name)
+        """Takes tensors of calls to it from devices; None if there are none but the CPU."""
         self.main_by_value = True
         self.function_ids: dict[Any, int] = {}
         """Functions the peer knows on this connection, by identity."""
         self.in_flight_bytes = 0
         self.in_flight_calls = 0
         """Counted if calls in flight are limited."""
-        self.calls = PendingCalls(deadlines, self._timed_out, self._abandon if options.timeouts_travel else self._leave)
+        self.calls = PendingCalls(deadlines, self._expired)
         self.backlog: OrderedDict[int, Call] = OrderedDict()
-        """Calls that wait for a connection, or for room in the window, by id."""
+        """Calls that wait for a connection, for room in the window, or for the end of the turn, by id."""
+        self._is_holding = False
+        """Those in the backlog are held, see `hold`."""
         self.connects = 0
         self.thread_connections: ThreadConnections | None = None
         """Of threads of this worker that block; None unless there are such."""
@@ -133,14 +138,16 @@ class Peer:
         """Connections that threads of the peer have made."""
         self._answer_s = 0.0
         """How long the peer takes to answer, if calls in flight are limited: a mean that follows."""
-        self._held: dict[int, Call] = {}
         self._definitions: dict[Any, tuple[int, bytes]] = {}
         self._numbers = count(1)
         self._codec = codec
         self._deadlines = deadlines
         self._window_bytes = options.window_bytes
         self._max_in_flight = options.max_calls_in_flight
+        self._clear_bytes = -1 if self._max_in_flight else options.window_bytes
+        """Up to so many bytes in flight, nothing else has to be looked at."""
         self._max_waiting = options.max_calls_waiting
+        self._timeouts_travel = options.timeouts_travel
         self._connect = connect
         self._connecting: asyncio.Task[None] | None = None
         self._connected = asyncio.Event()
@@ -153,11 +160,6 @@ class Peer:
         if self._connecting is not None:
             return PeerState.CONNECTING
         return PeerState.GONE if self._gone_because else PeerState.IDLE
-
-    @property
-    def is_connecting(self) -> bool:
-        """This worker tries to connect to it."""
-        return self._connecting is not None
 
     @property
     def must_be_asked_for(self) -> bool:
@@ -218,57 +220,58 @@ class Peer:
 
     # -- calls
 
-    def submit(self, call_id: int, call: Call) -> None:
+    def submit(self, call_id: int, call: Call, content: Content) -> None:
         """Send a call now, or when there is a connection and room; `OverloadedError` if too many wait for that."""
-        if self._held:
-            self.send_held()
         connection = self.connection
-        size_bytes = call.size_bytes
-        is_clear = self.in_flight_bytes + size_bytes <= self._window_bytes and not self._max_in_flight
-        if connection is not None and (
-            (is_clear and not self.backlog and not connection.is_congested)
-            # small calls pass those that wait for room
-            or ((not self.backlog or size_bytes <= _SMALL_BYTES) and self.has_room(size_bytes))
+        if (
+            connection is not None
+            and not self.backlog
+            and not connection.is_congested
+            and self.in_flight_bytes + call.size_bytes <= self._clear_bytes
         ):
-            self._send(connection, call_id, call)
+            self._send(connection, call_id, call, content)
         else:
-            self._wait(call_id, call)
+            self._pass_or_wait(call_id, call, content)
 
-    def _wait(self, call_id: int, call: Call) -> None:
+    def _pass_or_wait(self, call_id: int, call: Call, content: Content) -> None:
+        """Send a call that finds something in its way, if it need not wait."""
+        if self._is_holding:
+            self.drain()
+        connection, size_bytes = self.connection, call.size_bytes
+        # small calls pass those that wait for room
+        is_next = not self.backlog or size_bytes <= _SMALL_BYTES
+        if connection is not None and is_next and self._has_room(size_bytes):
+            self._send(connection, call_id, call, content)
+        else:
+            self._wait(call_id, call, content)
+
+    def _wait(self, call_id: int, call: Call, content: Content) -> None:
         """Keep a call until there is a connection, and room; `OverloadedError` if too many wait already."""
         if len(self.backlog) >= self._max_waiting:
             self.calls.pop(call_id)
             text = f"{call.name} was not sent to worker {self.info.name!r}: {len(self.backlog)} calls wait already"
             raise not_run(OverloadedError(text))
+        call.content = content
         self.backlog[call_id] = call
         self._wake()
 
-    def hold(self, call_id: int, call: Call) -> None:
+    def hold(self, call_id: int, call: Call, content: Content) -> None:
         """Send a call at the end of this turn of the loop, or before the next call: until then it may be changed."""
-        if self.connection is None or self.backlog:
-            self.submit(call_id, call)
+        is_behind = bool(self.backlog) and not self._is_holding
+        if self.connection is None or is_behind or len(self.backlog) >= self._max_waiting:
+            self.submit(call_id, call, content)
             return
-        if not self._held:
-            self._deadlines.loop.call_soon(self.send_held)
-        self._held[call_id] = call
+        if not self._is_holding:
+            self._is_holding = True
+            self._deadlines.loop.call_soon(self.drain)
+        call.content = content
+        self.backlog[call_id] = call
 
     def held(self, call_id: int) -> Call | None:
         """A call that is held, and has not ended."""
-        return self._held.get(call_id)
+        return self.backlog.get(call_id) if self._is_holding else None
 
-    def send_held(self) -> None:
-        """Send what is held."""
-        held, self._held = self._held, {}
-        for call_id, call in held.items():
-            if call.recipient.done():
-                self.calls.pop(call_id)
-                continue
-            try:
-                self.submit(call_id, call)
-            except OverloadedError as error:
-                call.recipient.set_exception(error)
-
-    def has_room(self, size_bytes: int) -> bool:
+    def _has_room(self, size_bytes: int) -> bool:
         """Whether a call of that size need not wait for others to end."""
         if self._max_in_flight and self.in_flight_calls >= self._max_in_flight:
             return False
@@ -279,9 +282,7 @@ class Peer:
         # of calls that were given up, the bytes may still be here
         return connection is None or not connection.is_congested or connection.unsent_bytes <= limit
 
-    def _send(self, connection: Connection, call_id: int, call: Call) -> None:
-        content, call.content = call.content, None
-        assert content is not None  # it is sent once
+    def _send(self, connection: Connection, call_id: int, call: Call, content: Content) -> None:
         self.in_flight_bytes += call.size_bytes
         if self._max_in_flight:
             self.in_flight_calls += 1
@@ -299,20 +300,23 @@ class Peer:
             self.drain()
 
     def drain(self) -> None:
-        """Send what waited, as far as there is room."""
+        """Send what waited or was held, as far as there is room."""
+        was_held, self._is_holding = self._is_holding, False
         connection = self.connection
         while connection is not None and self.backlog:
             call_id, call = next(iter(self.backlog.items()))
-            if not (is_done := call.recipient.done()) and not self.has_room(call.size_bytes):
+            if not (is_done := call.recipient.done()) and not self._has_room(call.size_bytes):
                 return
             del self.backlog[call_id]
             if is_done:  # completed by hand while it waited, or about to be taken out
                 self.calls.pop(call_id)
-            elif self._max_in_flight and self._comes_too_late(call_id):
+            elif self._max_in_flight and not was_held and self._comes_too_late(call_id):
                 self.calls.pop(call_id)
                 call.recipient.set_exception(self._too_late(call))
             else:
-                self._send(connection, call_id, call)
+                content, call.content = call.content, None
+                assert content is not None  # it waited
+                self._send(connection, call_id, call, content)
 
     def _comes_too_late(self, call_id: int) -> bool:
         """Whether a call that has waited has not enough time left to be answered: the peer would work in vain."""
@@ -332,12 +336,13 @@ class Peer:
         if call is not None:
             self._abandon(call_id, call)
 
-    def _abandon(self, call_id: int, call: Call) -> None:
+    def _abandon(self, call_id: int, call: Call, *, is_told: bool = True) -> None:
+        """Give up a call. ``is_told``: the peer hears of it, if it has the call."""
         connection = call.connection
         if connection is None:
             self.backlog.pop(call_id, None)
             return
-        if connection.is_open:
+        if is_told and connection.is_open:
             if call.bulk is not None and connection.drop_bulk(call.bulk):
                 logger.debug(
                     "call %d to %s was cancelled while it was sent",
@@ -349,21 +354,19 @@ class Peer:
                 connection.send(frame(_CANCEL, 0, call_id, 0, 0, b""))
         self.release(call)
 
-    def _leave(self, call_id: int, call: Call) -> None:
-        """Give up a call without telling the peer."""
-        if call.connection is None:
-            self._abandon(call_id, call)  # it has not heard of it
-        else:
-            self.release(call)
-
-    def _timed_out(self, _: int, call: Call) -> None:
-        if not call.recipient.done():
-            was_sent = call.connection is not None
-            where = "was sent to" if was_sent else "could not be sent to"
-            seconds = f" of {call.timeout_ms / 1000:g} s" if call.timeout_ms else ""
-            text = f"{call.name} {where} worker {self.info.name!r} and did not end within its timeout{seconds}"
-            error = RpcTimeoutError(text)
-            call.recipient.set_exception(error if was_sent else not_run(error))
+    def _expired(self, calls: dict[int, Call]) -> None:
+        """The time of calls has come."""
+        for call in calls.values():
+            if not call.recipient.done():
+                was_sent = call.connection is not None
+                where = "was sent to" if was_sent else "could not be sent to"
+                seconds = f" of {call.timeout_ms / 1000:g} s" if call.timeout_ms else ""
+                text = f"{call.name} {where} worker {self.info.name!r} and did not end within its timeout{seconds}"
+                error = RpcTimeoutError(text)
+                call.recipient.set_exception(error if was_sent else not_run(error))
+        # Only now: what one of them gives back must not be used to send another
+        for call_id, call in calls.items():
+            self._abandon(call_id, call, is_told=self._timeouts_travel)
 
     # -- the connection
 
@@ -462,15 +465,11 @@ class Peer:
             self.thread_connections.lost(connection, make_error)
         for call_id, call in sent:
             self.calls.pop(call_id)
-            self.in_flight_bytes -= call.size_bytes
-            if call.sent_at:
-                self.in_flight_calls -= 1
+            self.release(call)
             if not call.recipient.done():
                 call.recipient.set_exception(make_error(call.name))
-        if self.backlog and self.connection is None:
+        if self.backlog:
             self._wake()
-        elif self.backlog:
-            self.drain()
 
     def lost_with(self, error: Exception | None, reason: str | None, function: str) -> WorkerLostError:
         """The error of a call that was under way on a connection when that ended."""
@@ -494,7 +493,7 @@ class Peer:
 
     def _fail_backlog(self, make_error: Callable[[], Exception]) -> None:
         """Fail all calls that have not been sent."""
-        unsent = self.backlog | self._held
+        unsent = self.backlog
         self._clear()
         for call_id, call in unsent.items():
             self.calls.pop(call_id)
@@ -511,7 +510,7 @@ class Peer:
     def _clear(self) -> None:
         """Keep no call that has not been sent."""
         self.backlog = OrderedDict()
-        self._held = {}
+        self._is_holding = False
 
     async def aclose(self) -> None:
         """End whatever is left: this worker shuts down."""

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from arpc import torchstate
-from arpc.agent.client.waiter import ReplyWaiter
+from arpc.agent.client.future import Future
 from arpc.agent.hooks.observers import Activity
 from arpc.autograd.contexts import AutogradContext, Container
 from arpc.autograd.engine.accumulate_hooks import accumulate_with_hooks
@@ -31,7 +31,7 @@ from arpc.autograd.passes.protocol import PassProtocol
 from arpc.errors import AutogradError, ProtocolError, RpcTimeoutError
 from arpc.ids import WorkerInfo
 
-__all__ = ["Answer", "BackwardPass", "Host", "Threads"]
+__all__ = ["BackwardPass", "Host", "Threads"]
 
 WALK_NODES: Final = 2000
 """After as many, which take about a millisecond, walking goes on in a thread."""
@@ -56,35 +56,13 @@ class Host(Protocol):
     @property
     def threads(self) -> Threads: ...
 
-    def send(self, backward_pass: BackwardPass, to: int, parcel: Parcel) -> Answer:
+    def send(self, backward_pass: BackwardPass, to: int, parcel: Parcel) -> Future[Any]:
         """Send a parcel. The parcel that comes with the answer is the result."""
 
     def abort(self, context: AutogradContext, pass_id: int, but: int | None = None) -> asyncio.Future[Any] | None:
         """Tell all workers that know the context that a pass has failed; the future is done when they have heard."""
 
     def name_of(self, worker: int) -> str: ...
-
-
-class Answer(ReplyWaiter):
-    """What a worker answers to a parcel. A pass goes on in the read that brings it, without a turn of the loop."""
-
-    __slots__ = ("call_id", "callee", "on_cancel")
-
-    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
-        super().__init__(loop, wakes_directly=True)
-        self.callee: Any = None
-        self.call_id = 0
-        self.on_cancel: Callable[[], None] | None = None
-
-    def cancel(self, msg: Any = None) -> bool:
-        """Nobody needs the answer any more, and the receiver of the parcel hears of that."""
-        if not super().cancel(msg):
-            return False
-        if self.on_cancel is not None:
-            self.on_cancel()
-        if self.callee is not None:
-            self.callee.cancel(self.call_id)
-        return True
 
 
 class BackwardPass(msgspec.Struct, eq=False):
@@ -132,7 +110,7 @@ class BackwardPass(msgspec.Struct, eq=False):
     """The gradients of the roots."""
     _inbox: list[tuple[int, Parcel]] = []
     """Parcels that wait until a thread is back."""
-    _outstanding: dict[Answer, int] = {}
+    _outstanding: dict[Future[Any], int] = {}
     """Parcels that were not answered, and the workers they went to."""
     _calls_before: dict[int, int] = {}
     """How many calls of the context had been made when a worker was first written to."""
@@ -324,7 +302,7 @@ class BackwardPass(msgspec.Struct, eq=False):
         self._outstanding[future] = to
         future.add_done_callback(self._answered, context=self._variables)
 
-    def _answered(self, future: Answer) -> None:
+    def _answered(self, future: Future[Any]) -> None:
         """A parcel has been answered, or will not be."""
         peer = self._outstanding.pop(future)
         error = asyncio.CancelledError() if future.cancelled() else future.exception()

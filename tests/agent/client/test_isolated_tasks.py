@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextvars
-import inspect
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -18,7 +17,6 @@ from arpc.agent.scope import current_scope
 from arpc.errors import RpcTimeoutError
 from arpc.testing import cluster
 from arpc.torchstate import is_pristine
-from arpc.transport.connection import Connection
 from arpc.transport.sockets import UnixTransport
 from tests.agent.leftovers import until
 from tests.agent.stage import echo
@@ -303,14 +301,7 @@ def test_a_connection_that_was_lost_is_made_again():
     run(main)
 
 
-def is_in_a_read() -> bool:
-    """Whether the code that calls this runs where bytes are received."""
-    frames = inspect.stack(context=0)
-    return Connection._received.__name__ in {frame.function for frame in frames}
-
-
-@pytest.mark.private_apis
-def test_who_waits_for_one_goes_on_in_the_read_that_brings_it():
+def test_who_waits_for_one_goes_on_in_its_own_context_and_state():
     color = contextvars.ContextVar("color", default="none")
 
     async def call(here: Any, name: str) -> None:
@@ -318,35 +309,25 @@ def test_who_waits_for_one_goes_on_in_the_read_that_brings_it():
         with torch.no_grad():
             for _ in range(2):
                 await here.rpc_sync("worker1", pause)
-                seen.append((is_in_a_read(), color.get(), asyncio.current_task() is tasks[name], is_pristine()))
+                seen.append((color.get(), asyncio.current_task() is tasks[name], is_pristine()))
 
     async def main(here: Any, _: Any) -> None:
         await here.rpc_sync("worker1", pause)
         tasks["red"] = asyncio.create_task(call(here, "red"))
         await tasks["red"]
-        assert seen == [(True, "red", True, False)] * 2
-        assert not is_in_a_read()
+        assert seen == [("red", True, False)] * 2
         assert is_pristine()
 
     tasks: dict[str, asyncio.Task[None]] = {}
     run(main)
 
 
-@pytest.mark.private_apis
-def test_all_that_come_in_one_read_go_on_in_it():
-    async def call(here: Any, function: Any) -> Any:
-        result = await here.rpc_sync("worker1", function)
-        seen.append(is_in_a_read())
-        return result
-
+def test_those_whose_replies_come_together_each_have_their_own():
     async def main(here: Any, _: Any) -> None:
         for _ in range(2):
             await asyncio.gather(*(here.rpc_sync("worker1", function) for function in (pause, number)))
-        seen.clear()
-        await asyncio.gather(*(call(here, pause) for _ in range(40)))
-        assert seen == [True] * 40
         results = await asyncio.gather(
-            *(call(here, function) for _ in range(20) for function in (pause, number, pause))
+            *(here.rpc_sync("worker1", function) for _ in range(20) for function in (pause, number, pause))
         )
         assert results == [None, 7, None] * 20
 
@@ -392,11 +373,9 @@ def test_one_that_goes_on_may_end_the_connection():
     run(main)
 
 
-@pytest.mark.private_apis
-def test_what_must_end_the_loop_does_so_from_a_read_too():
+def test_what_must_end_the_loop_after_a_call_does_so():
     async def leave(here: Any) -> None:
         await here.rpc_sync("worker1", nothing)
-        seen.append(is_in_a_read())
         raise SystemExit(3)
 
     async def main(here: Any, _: Any) -> None:
@@ -408,7 +387,7 @@ def test_what_must_end_the_loop_does_so_from_a_read_too():
     with pytest.raises(SystemExit) as raised:
         run(main)
     assert raised.value is tasks[0].exception()
-    assert seen == ["called", "called", True]
+    assert seen == ["called", "called"]
 
 
 @pytest.mark.parametrize("args", [(), (torch.ones(2),)], ids=["no arguments", "a tensor"])
@@ -427,10 +406,3 @@ def test_who_finds_what_a_task_waits_for_may_wait_for_it_too(args):
         assert connection.is_open
 
     run(main)
-
-
-async def test_where_tasks_share_torch_state_they_go_on_in_a_turn_of_their_own():
-    async with cluster(2, options=OPTIONS) as group:
-        for _ in range(2):
-            await group[0].rpc_sync("worker1", pause)
-            assert not is_in_a_read()

@@ -23,6 +23,7 @@ from arpc.errors import RpcTimeoutError, SerializationError, ShutdownError
 from arpc.ids import WorkerInfo
 from arpc.wire.messages import MessageType, RequestFlag
 from arpc.wire.metadata import decode_metadata
+from arpc.wire.values.content import Content
 from tests.agent.stage import echo
 
 FEATURE = int(MessageType.INSPECT)
@@ -46,6 +47,7 @@ class FakePeer:
 
     info = WorkerInfo("peer", 1)
     main_by_value = False
+    stager = None
 
     def __init__(self, deadlines: Deadlines) -> None:
         self.calls = PendingCalls(deadlines, lambda *_: None)
@@ -56,10 +58,12 @@ class FakePeer:
     def define(self, function: Any) -> int:
         return 6 if isinstance(function, FunctionType) and "<locals>" not in function.__qualname__ else 0
 
-    def submit(self, call_id: int, call: Call) -> None:
+    def submit(self, call_id: int, call: Call, content: Content) -> None:
+        call.content = content
         self.submitted.append(call_id)
 
-    def hold(self, call_id: int, call: Call) -> None:
+    def hold(self, call_id: int, call: Call, content: Content) -> None:
+        call.content = content
         self.held.append(call_id)
 
 
@@ -310,7 +314,8 @@ async def test_an_interceptor_that_raises(desk):
 
 
 async def test_a_sender_that_is_closed(desk):
-    desk.sender.is_closed = True
+    desk.sender.close()
+    assert desk.sender.is_closed
     with pytest.raises(ShutdownError, match="'me' is shutting down") as caught:
         desk.send(echo)
     assert not caught.value.may_have_run

@@ -13,7 +13,7 @@ import arpc
 from arpc.options import RpcOptions
 from arpc.testing import cluster
 from arpc.transport.sockets import TcpTransport
-from tests.agent.client.test_isolated_tasks import is_in_a_read, run
+from tests.agent.client.test_isolated_tasks import run
 from tests.agent.stage import echo
 
 
@@ -153,8 +153,7 @@ async def give_after_a_while(x: torch.Tensor) -> torch.Tensor:
     return x
 
 
-@pytest.mark.private_apis
-def test_who_waits_for_one_goes_on_in_the_read_that_brings_it():
+def test_who_waits_for_one_goes_on_in_its_own_context_and_state():
     color = contextvars.ContextVar("color", default="none")
     seen: list[Any] = []
 
@@ -164,7 +163,7 @@ def test_who_waits_for_one_goes_on_in_the_read_that_brings_it():
             for function in (echo, give_after_a_while, take):
                 await here.rpc_sync("worker1", function, args=(torch.ones(2),))  # to learn its number
                 await here.rpc_sync("worker1", function, args=(torch.ones(2),))
-                seen.append((is_in_a_read(), color.get(), torch.is_grad_enabled()))
+                seen.append((color.get(), torch.is_grad_enabled()))
 
     async def main(here: Any, _: Any) -> None:
         await asyncio.create_task(call(here))
@@ -176,24 +175,19 @@ def test_who_waits_for_one_goes_on_in_the_read_that_brings_it():
             assert arpc.autograd.get_gradients(context_id)[x].tolist() == [1, 1]
 
     run(main)
-    assert seen == [(True, "red", False)] * 3
+    assert seen == [("red", False)] * 3
 
 
-@pytest.mark.private_apis
 def test_of_several_that_come_at_once_each_goes_on_with_its_own():
-    seen: list[bool] = []
-
     async def call(here: Any, number: int) -> None:
         sent = torch.full((2,), float(number))
         assert (await here.rpc_sync("worker1", echo, args=(sent,))).tolist() == sent.tolist()
-        seen.append(is_in_a_read())
 
     async def main(here: Any, _: Any) -> None:
         await call(here, 0)
         await asyncio.gather(*(call(here, number) for number in range(40)))
 
     run(main)
-    assert seen == [True] * 41
 
 
 def test_one_that_is_cancelled_when_its_result_comes():

@@ -22,6 +22,7 @@ from tests.agent.stage import echo
 
 REQUEST = int(MessageType.REQUEST)
 CANCEL = int(MessageType.CANCEL)
+CONTENT = Content(b"")
 
 
 class FakeConnection:
@@ -72,9 +73,7 @@ class Bench:
 
     def call(self, size_bytes: int = 10, tick: int = NEVER) -> tuple[int, Call]:
         """A call that is in the table and has not been sent."""
-        call = Call(
-            self.peer, self.loop.create_future(), echo, size_bytes=size_bytes, function_id=1, content=Content(b"")
-        )
+        call = Call(self.peer, self.loop.create_future(), echo, size_bytes=size_bytes, function_id=1)
         return self.peer.calls.add(tick, call), call
 
 
@@ -92,7 +91,7 @@ async def bench() -> AsyncIterator[Bench]:
 async def test_a_call_that_is_held_is_sent_at_the_end_of_the_turn(bench):
     connection = bench.open()
     call_id, call = bench.call()
-    bench.peer.hold(call_id, call)
+    bench.peer.hold(call_id, call, CONTENT)
     assert bench.peer.held(call_id) is call
     assert connection.calls == []
     await asyncio.sleep(0)
@@ -106,9 +105,9 @@ async def test_the_next_call_sends_those_that_are_held_before_it(bench):
     connection = bench.open()
     held = [bench.call() for _ in range(3)]
     for call_id, call in held:
-        bench.peer.hold(call_id, call)
+        bench.peer.hold(call_id, call, CONTENT)
     call_id, call = bench.call()
-    bench.peer.submit(call_id, call)
+    bench.peer.submit(call_id, call, CONTENT)
     assert connection.calls == [*(held_id for held_id, _ in held), call_id]
     await asyncio.sleep(0)
     assert len(connection.calls) == 4, "each of them once"
@@ -117,7 +116,7 @@ async def test_the_next_call_sends_those_that_are_held_before_it(bench):
 async def test_what_is_changed_while_a_call_is_held_is_sent(bench):
     bench.open()
     call_id, call = bench.call()
-    bench.peer.hold(call_id, call)
+    bench.peer.hold(call_id, call, CONTENT)
     bench.peer.held(call_id).content = changed = Content(b"changed")
     sent: list[Any] = []
     bench.peer.connection.send_message = lambda *fields: sent.append(fields[5])
@@ -127,7 +126,7 @@ async def test_what_is_changed_while_a_call_is_held_is_sent(bench):
 
 async def test_without_a_connection_nothing_is_held(bench):
     call_id, call = bench.call()
-    bench.peer.hold(call_id, call)
+    bench.peer.hold(call_id, call, CONTENT)
     assert bench.peer.held(call_id) is None
     assert list(bench.peer.backlog) == [call_id]
     assert bench.peer.state is PeerState.CONNECTING
@@ -137,9 +136,9 @@ async def test_behind_others_that_wait_nothing_is_held():
     bench = Bench(max_calls_in_flight=1)
     connection = bench.open()
     for _ in range(2):
-        bench.peer.submit(*bench.call())
+        bench.peer.submit(*bench.call(), CONTENT)
     call_id, call = bench.call()
-    bench.peer.hold(call_id, call)
+    bench.peer.hold(call_id, call, CONTENT)
     assert bench.peer.held(call_id) is None
     assert len(connection.calls) == 1
     assert len(bench.peer.backlog) == 2
@@ -150,7 +149,7 @@ async def test_behind_others_that_wait_nothing_is_held():
 async def test_a_call_that_ends_while_it_is_held_is_not_sent(bench, how):
     connection = bench.open()
     call_id, call = bench.call()
-    bench.peer.hold(call_id, call)
+    bench.peer.hold(call_id, call, CONTENT)
     if how == "cancelled":
         call.recipient.cancel()
         bench.peer.cancel(call_id)
@@ -166,7 +165,7 @@ async def test_a_call_that_expires_while_it_is_held_certainly_did_not_run(bench)
     connection = bench.open()
     tick = Deadlines.tick(bench.loop.time(), 600)
     call_id, call = bench.call(tick=tick)
-    bench.peer.hold(call_id, call)
+    bench.peer.hold(call_id, call, CONTENT)
     bench.peer.calls.expire(tick)
     error = call.recipient.exception()
     assert isinstance(error, RpcTimeoutError)
@@ -178,7 +177,7 @@ async def test_a_call_that_expires_while_it_is_held_certainly_did_not_run(bench)
 async def test_a_connection_that_is_lost_while_a_call_is_held_is_made_again(bench):
     connection = bench.open()
     call_id, call = bench.call()
-    bench.peer.hold(call_id, call)
+    bench.peer.hold(call_id, call, CONTENT)
     bench.peer.lost(connection, None, reason=None)
     await asyncio.sleep(0)
     assert list(bench.peer.backlog) == [call_id]
@@ -189,7 +188,7 @@ async def test_a_connection_that_is_lost_while_a_call_is_held_is_made_again(benc
 async def test_what_is_held_for_a_worker_that_left_fails(bench):
     connection = bench.open()
     call_id, call = bench.call()
-    bench.peer.hold(call_id, call)
+    bench.peer.hold(call_id, call, CONTENT)
     bench.peer.lost(connection, None, reason="it was shut down")
     error = call.recipient.exception()
     assert isinstance(error, WorkerLostError)
@@ -203,7 +202,7 @@ async def test_what_is_held_for_a_worker_is_not_sent_to_its_successor(bench):
     """It was packed for the one before: RRefs and autograd contexts in it mean nothing to another worker."""
     connection = bench.open()
     call_id, call = bench.call()
-    bench.peer.hold(call_id, call)
+    bench.peer.hold(call_id, call, CONTENT)
     bench.peer.succeeded_by(WorkerInfo("other", 7))
     with pytest.raises(WorkerLostError, match="started again") as caught:
         call.recipient.result()
@@ -212,17 +211,29 @@ async def test_what_is_held_for_a_worker_is_not_sent_to_its_successor(bench):
     assert connection.calls == []
 
 
-async def test_held_calls_that_find_no_room_fail():
+async def test_no_more_are_held_than_may_wait():
     bench = Bench(max_calls_in_flight=1, max_calls_waiting=1)
     connection = bench.open()
     held = [bench.call() for _ in range(3)]
-    for call_id, call in held:
-        bench.peer.hold(call_id, call)
-    await asyncio.sleep(0)
+    for call_id, call in held[:2]:
+        bench.peer.hold(call_id, call, CONTENT)
     assert connection.calls == [held[0][0]]
     assert list(bench.peer.backlog) == [held[1][0]]
-    assert isinstance(held[2][1].recipient.exception(), OverloadedError)
+    with pytest.raises(OverloadedError, match="1 calls wait already"):
+        bench.peer.hold(*held[2], CONTENT)
     assert len(bench.peer.calls) == 2
+    await bench.peer.aclose()
+
+
+async def test_what_is_held_is_sent_however_little_time_it_has():
+    """It has not waited for others to end, so nothing says that it would be answered too late."""
+    bench = Bench(max_calls_in_flight=2)
+    connection = bench.open()
+    bench.peer._answer_s = 1000.0
+    call_id, call = bench.call(tick=Deadlines.tick(bench.loop.time(), 10))
+    bench.peer.hold(call_id, call, CONTENT)
+    await asyncio.sleep(0)
+    assert connection.calls == [call_id]
     await bench.peer.aclose()
 
 
@@ -230,7 +241,7 @@ async def test_closing_ends_what_is_held():
     bench = Bench()
     connection = bench.open()
     call_id, call = bench.call()
-    bench.peer.hold(call_id, call)
+    bench.peer.hold(call_id, call, CONTENT)
     await bench.peer.aclose()
     error = call.recipient.exception()
     assert isinstance(error, ShutdownError)
@@ -245,7 +256,7 @@ async def test_closing_ends_what_is_held():
 async def test_a_call_that_is_cancelled_is_cancelled_there(bench):
     connection = bench.open()
     call_id, call = bench.call()
-    bench.peer.submit(call_id, call)
+    bench.peer.submit(call_id, call, CONTENT)
     bench.peer.cancel(call_id)
     bench.peer.cancel(call_id)
     assert connection.others == [(CANCEL, call_id)]
@@ -256,7 +267,7 @@ async def test_a_call_that_is_cancelled_is_cancelled_there(bench):
 async def test_a_reply_finds_its_call_once(bench):
     bench.open()
     call_id, call = bench.call()
-    bench.peer.submit(call_id, call)
+    bench.peer.submit(call_id, call, CONTENT)
     assert bench.peer.calls.pop(call_id) is call
     bench.peer.release(call)
     assert bench.peer.calls.pop(call_id) is None
@@ -269,7 +280,7 @@ async def test_a_reply_finds_its_call_once(bench):
 async def test_many_calls_that_wait_take_one_attempt_to_connect(bench):
     calls = [bench.call() for _ in range(5)]
     for call_id, call in calls:
-        bench.peer.submit(call_id, call)
+        bench.peer.submit(call_id, call, CONTENT)
     await asyncio.sleep(0)
     assert bench.attempts == 1
     assert bench.open().calls == [call_id for call_id, _ in calls]

@@ -243,6 +243,7 @@ class _Parcel:
         self.main_by_value = main_by_value
         self.to: WorkerInfo | None = None
         self.packed: list[Callable[[], None]] = []
+        self._reducers = reducers
         self._families = families
         self._is_careful = is_careful
         self._names_main = not is_careful and not issubclass(kind, NamesOnlyPickler)
@@ -270,9 +271,10 @@ class _Parcel:
         self._pickler.memo = MEMO
         self._dump = self._pickler.dump
 
-    def is_reduced(self, obj: Any) -> bool:
-        """Whether objects of this type have a reducer that does not depend on their names."""
-        return type(obj) in self._always
+    def reduced(self, obj: Any) -> Any:
+        """What the reducer for objects of just this type makes of one; NotImplemented if it declines or there is none."""
+        reducer = self._reducers.get(type(obj))
+        return NotImplemented if reducer is None else reducer(obj, self)
 
     def dumps(self, obj: Any, to: WorkerInfo | None) -> tuple[bytes, list[Slot]]:
         """Pickle and slots. Empty: it names something that takes a careful pickler."""

@@ -141,7 +141,7 @@ class NamingParcel(Parcel, Protocol):
 
     def write(self, chunk: bytes, /) -> object: ...
 
-    def is_reduced(self, obj: Any) -> bool: ...
+    def reduced(self, obj: Any, /) -> Any: ...
 
 
 class HolePickler(cloudpickle.Pickler):  # type: ignore[misc]
@@ -158,11 +158,14 @@ class HolePickler(cloudpickle.Pickler):  # type: ignore[misc]
         self.dispatch_table = parcel.table  # before pickle's own constructor, which asks for it
         super().__init__(parcel, protocol=5, buffer_callback=buffer_found)
         self.main_by_value = parcel.main_by_value
-        self._is_reduced = parcel.is_reduced
+        self._reduced = parcel.reduced
 
     def reducer_override(self, obj: Any) -> Any:
-        if self._is_reduced(obj) or isinstance(obj, Tensor) or getattr(obj, "__qualname__", None) is None:
-            return NotImplemented
+        reduced = self._reduced(obj)
+        if reduced is not NotImplemented:
+            return reduced
+        if isinstance(obj, Tensor) or getattr(obj, "__qualname__", None) is None:
+            return NotImplemented  # the table has all that it takes
         if getattr(obj, "__module__", None) in MAIN_NAMES:
             return self._reduce_of_main(obj)
         if type(obj) is FunctionType or isinstance(obj, type):

@@ -13,6 +13,7 @@ import pickle
 import threading
 import weakref
 from concurrent.futures import ThreadPoolExecutor
+from types import FunctionType
 from typing import Any
 
 import numpy as np
@@ -400,3 +401,12 @@ def test_tensors_and_numbers_side_by_side_arrive(make, is_alone):
             assert len({id(one) for one in inner if one is not None}) == len(
                 {id(one) for one in parts if one is not None}
             )
+
+
+def test_functions_that_a_reducer_declines_travel_by_value():
+    def decline(function: Any, parcel: Any) -> Any:
+        return NotImplemented
+
+    pickler = Pickler({FunctionType: decline})
+    assert loads(*pickler.dumps([lambda: 7]))[0]() == 7
+    assert loads(*pickler.dumps(loads)) is loads

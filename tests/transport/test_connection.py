@@ -164,7 +164,7 @@ async def test_what_is_sent_while_reading_goes_out_at_the_end_of_the_read():
 async def test_a_read_lets_nothing_overtake_what_waits_to_be_written():
     """The peer counts the frames that have buffers: one that came before its turn would get the buffers of another."""
     connection, endpoint = await opened()
-    connection.direct_left = 0
+    connection.send = connection._send_later
     connection.send(small_frame(1))
     assert not connection.written
     connection.feed(small_frame(5))
@@ -294,7 +294,7 @@ async def test_a_full_peer_gets_no_chunk_until_it_has_room():
 
 async def test_unsent_bytes_are_those_nobody_has_taken():
     connection, _ = await opened()
-    connection.direct_left = 0
+    connection.send = connection._send_later
     connection.unsent = 7
     connection.send(small_frame(1, b"four"))
     buffers = views(10, 20)
@@ -352,7 +352,7 @@ async def test_close_flushes_although_the_peer_has_said_goodbye():
     connection, endpoint = await opened()
     connection.feed(frame(MessageType.GOODBYE, 0, 0, 0, 0, b"so long"))
     assert not connection.is_open
-    connection.direct_left = 0
+    connection.send = connection._send_later
     connection.send(small_frame(1))
     connection.close()
     assert connection.take() == [(MessageType.REQUEST, 1)]
@@ -446,7 +446,7 @@ async def test_the_first_error_is_the_one_that_is_told():
 async def test_nothing_is_written_or_read_between_abort_and_the_end():
     connection, endpoint = await opened()
     buffers = views(3 * CHUNK_BYTES)
-    connection.direct_left = 0
+    connection.send = connection._send_later
     connection.send(small_frame(1))
     connection.abort()
     connection.send(small_frame(2))
@@ -533,7 +533,7 @@ async def test_every_frame_is_counted():
     connection, _ = await opened()
     before = connection.frames_sent, connection.bytes_sent
     connection.send(small_frame(1))
-    connection.direct_left = 0
+    connection.send = connection._send_later
     connection.send(small_frame(2, b"four"))
     await asyncio.sleep(0)
     assert connection.frames_sent == before[0] + 2
@@ -572,7 +572,7 @@ async def test_a_schema_is_announced_when_it_is_used_again(is_busy):
     values = [torch.full((3, 5), float(number)) for number in range(4)]
     for number, value in enumerate(values):
         if is_busy:
-            connection.direct_left = 0
+            connection.send = connection._send_later
         send_tensors(connection, packed(packer, value), number)
     messages = await received_by_a_peer(connection)
     assert [message.layout.build(message.body, message.buffers)[0].tolist() for message in messages] == [
@@ -655,7 +655,7 @@ async def test_a_thread_uses_no_number_that_was_not_written():
 
     seen: list[bytes | None] = []
     connection.on_write = lambda data: seen.append(connection.frame_in_thread(REPLY, 3, Content(b"x", b"", tensors)))
-    connection.direct_left = 0
+    connection.send = connection._send_later
     connection.send(small_frame(1))  # waits to be written, as does what is sent next
     send_tensors(connection, tensors)
     # at each write, the announcement's own included, the number was not known to threads

@@ -28,19 +28,16 @@ class BorrowedArena:
         self.watch: Final = ProcessWatch(offer.pid, loop)
         """Of its owner."""
         self.on_ended: Callable[[], object] | None = None
-        """Called on the loop when loans have ended."""
+        """Called on the loop when something was borrowed, or loans have ended."""
         self._loans: Counter[int] = Counter()
         """By offset, what is held and not given back, as the owner knows it."""
         self._sizes: dict[int, int] = {}
         self._ended: ReleaseQueue[int] = ReleaseQueue(loop, self._notify)
 
     def borrow(self, offsets: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
-        """The memory that was lent. Raises `ProtocolError` if it cannot have been.
-
-        Whoever asks will soon, in this step of the loop, ask for `take_ended` too.
-        """
+        """The memory that was lent. Raises `ProtocolError` if it cannot have been."""
         mapping = self.mapping
-        self._ended.is_notified = True
+        self._ended.notify_soon()  # with the next turn, in which a small part of it may have ended already
         views: list[memoryview] = []
         for offset, size_bytes in zip(offsets, sizes, strict=True):
             if offset < HEADER_BYTES or offset % ALIGNMENT:
@@ -52,13 +49,8 @@ class BorrowedArena:
         return views
 
     def _notify(self) -> None:
-        self._ended.is_notified = False
-        if self.on_ended is not None and self._ended:
+        if self.on_ended is not None:
             self.on_ended()
-
-    @property
-    def has_ended_loans(self) -> bool:
-        return bool(self._ended)
 
     def take_ended(self) -> list[int]:
         """The loans that have ended since this was asked last."""

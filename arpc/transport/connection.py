@@ -449,8 +449,9 @@ class Connection(ABC):
         """Hand over what a read has brought, if not one message; what is sent in answer goes out together."""
         if not messages:
             if not self._is_greeted:
-                self._greet(self, messages)
-            self.send = self._send_first
+                self._greet(self, messages)  # meanwhile the receiver sends nothing at once: WELCOME goes first
+            if self._is_greeted:
+                self.send = self._send_first
             return
         self.is_reading = True
         if self._phase is Phase.SENDING:

@@ -236,6 +236,27 @@ async def test_a_peer_that_is_moved_to_another_cpu_is_noticed():
         assert sizes == written
 
 
+@pytest.mark.parametrize("secret", [None, b"secret"])
+async def test_nothing_that_is_sent_when_a_connection_opens_overtakes_the_welcome(secret):
+    endpoint = Endpoint()
+    connection = ListConnection(Protocol(Handshake(Role.ACCEPTOR, NEAR, secret), LIMITS), endpoint)
+    connection.start()
+    endpoint.connection_opened = lambda opened: opened.send(small_frame(7))
+    far = Protocol(Handshake(Role.CONNECTOR, FAR, secret), LIMITS)
+    came: list[Message] = []
+    while not came:
+        connection.feed(far.take_output())
+        await asyncio.sleep(0)
+        spoken = b"".join(connection.written)
+        connection.written.clear()
+        far.get_buffer(-1)[: len(spoken)] = spoken
+        came = far.receive(len(spoken))
+    assert [message.id for message in came] == [7]
+    assert far.state is State.OPEN
+    connection.abort()
+    connection.end()
+
+
 async def test_a_ping_is_answered_by_the_connection_itself():
     connection, endpoint = await opened()
     connection.feed(frame(MessageType.PING, 0, 77, 0, 0, b""))

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_right, insort
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from threading import Lock
 from typing import Any, Final
@@ -14,8 +13,8 @@ from arpc.log import get_logger
 from arpc.options import RpcOptions
 from arpc.transport.release_queue import Lease, ReleaseQueue
 from arpc.transport.shm.blocks import Block, BlockPool
+from arpc.transport.shm.borrowers import Borrower
 from arpc.transport.shm.borrowing import Borrowings
-from arpc.transport.shm.ledger import Ledger
 from arpc.transport.shm.mapping import ArenaFile, is_supported
 from arpc.transport.shm.processes import ProcessWatch
 from arpc.transport.shm.threads import Done, MemoryThreads
@@ -70,15 +69,6 @@ class Placement:
             self._file.copy(buffer, offset, is_warm=is_warm)
 
 
-@dataclass(slots=True, eq=False)
-class _Borrower:
-    """A peer that has mapped the arena. ``link`` is what it is connected by."""
-
-    name: str
-    watch: ProcessWatch
-    link: object = None
-
-
 class Arena:
     """Blocks, their books, and threads that copy. Belongs to the loop; any thread may call `allocate_shared`."""
 
@@ -94,10 +84,9 @@ class Arena:
         self.sent_bytes = 0
         self.fallbacks = 0
         self._pool = BlockPool(capacity_bytes)
-        self._ledger = Ledger(self._free)
         self.file = ArenaFile(self._pool.addresses)
-        self._borrowers: dict[int, _Borrower] = {}
-        # The books are also used by threads that make shared tensors. What runs when objects die never takes it.
+        self._borrowers: dict[int, Borrower] = {}
+        # Blocks and loans are also used by threads that make shared tensors. What runs when objects die never takes it.
         self._lock = Lock()
         self._owned: list[Block] = []
         """Those of shared tensors, by their offsets."""
@@ -154,7 +143,7 @@ class Arena:
                 block, offset = group, position
                 position += _aligned(size_bytes)
                 small_bytes -= _aligned(size_bytes)
-            self._ledger.hold(block)
+            block.holders += 1
             placement.add(buffer, block, offset, is_there=found is not None)
         return True
 
@@ -178,9 +167,9 @@ class Arena:
 
     def lend(self, borrower: int, placement: Placement) -> None:
         """The borrower is told now."""
-        with self._lock:
-            for offset, size_bytes, block in zip(placement.offsets, placement.sizes, placement.blocks, strict=True):
-                self._ledger.lend(borrower, offset, size_bytes, block)
+        lend = self._borrowers[borrower].lend
+        for offset, size_bytes, block in zip(placement.offsets, placement.sizes, placement.blocks, strict=True):
+            lend(offset, size_bytes, block)
         self.sends += 1
         self.sent_bytes += sum(placement.sizes)
 
@@ -189,22 +178,20 @@ class Arena:
         with self._lock:
             for block in placement.cold_blocks if is_broken else ():
                 self._pool.cool(block)
-            for block in placement.blocks:
-                self._ledger.let_go(block)
-        self._trim_soon()
+        self._let_go(placement.blocks)
 
     # -- peers
 
     def borrower_connected(self, borrower: int, name: str, pid: int, held: Sequence[int], link: object) -> None:
         """A peer has mapped the arena, and still holds these loans of before. Raises `KeyError` if it cannot."""
-        with self._lock:
-            self._ledger.reconcile(borrower, held)
         known = self._borrowers.get(borrower)
         if known is None:
-            known = self._borrowers[borrower] = _Borrower(name, ProcessWatch(pid, self.loop))
+            if held:
+                raise KeyError(held[0])
+            known = self._borrowers[borrower] = Borrower(name, ProcessWatch(pid, self.loop))
+        self._let_go(known.reconcile(held))
         known.watch.stop_waiting()
         known.link = link
-        self._trim_soon()
 
     def serves(self, borrower: int, link: object) -> bool:
         """Whether a connection is the newest to a borrower: it alone says what is lent and given back."""
@@ -216,29 +203,25 @@ class Arena:
         known = self._borrowers.get(borrower)
         if known is None or known.link is not link:
             return  # a newer connection has come before the end of this one was noticed
-        if self.has_loans(borrower):
+        if known.loans:
             known.watch.call_at_end(lambda: self._borrower_died(borrower))
         else:
             self._forget_borrower(borrower)
 
     def _borrower_died(self, borrower: int) -> None:
-        with self._lock:
-            self._ledger.reconcile(borrower, ())
+        self._let_go(self._borrowers[borrower].reconcile(()))
         self._forget_borrower(borrower)
-        self._trim_soon()
 
     def _forget_borrower(self, borrower: int) -> None:
         self._borrowers.pop(borrower).watch.close()
 
     def has_loans(self, borrower: int) -> bool:
-        return self._ledger.has_loans(borrower)
+        known = self._borrowers.get(borrower)
+        return known is not None and bool(known.loans)
 
     def take_back(self, borrower: int, offsets: Sequence[int]) -> None:
         """Loans have ended. Raises `KeyError` for one that was never made."""
-        with self._lock:
-            for offset in offsets:
-                self._ledger.take_back(borrower, offset)
-        self._trim_soon()
+        self._let_go(map(self._borrowers[borrower].take_back, offsets))
 
     # -- shared tensors
 
@@ -248,7 +231,7 @@ class Arena:
             block = None if self._is_closed else self._pool.take(size_bytes)
             if block is None:
                 return None
-            self._ledger.hold(block)
+            block.holders += 1
             insort(self._owned, block, key=_offset_of)
         view = view_of(Lease(self._ended, block), self.file.address + block.offset, size_bytes)
         try:
@@ -263,16 +246,22 @@ class Arena:
         return view
 
     def _free_owned(self) -> None:
+        ended = self._ended.take()
         with self._lock:
-            for block in self._ended.take():
+            for block in ended:
                 self._owned.remove(block)
-                self._ledger.let_go(block)
-        self._trim_soon()
+        self._let_go(ended)
 
     # -- memory
 
-    def _free(self, block: Block) -> None:
-        self._pool.give_back(block, self.loop.time())
+    def _let_go(self, blocks: Iterable[Block]) -> None:
+        """Of each of these blocks a holder has ended; the memory of those that were the last can be used again."""
+        with self._lock:
+            for block in blocks:
+                block.holders -= 1
+                if not block.holders:
+                    self._pool.give_back(block, self.loop.time())
+        self._trim_soon()
 
     def _trim_soon(self) -> None:
         """See to it that memory goes back to the system once it is idle."""
@@ -321,12 +310,10 @@ class Arena:
     def statistics(self) -> dict[str, Any]:
         """What is where."""
         with self._lock:
-            lent = self._ledger.lent_bytes()
-            names = {borrower: known.name for borrower, known in self._borrowers.items()}
             return {
                 **self._pool.statistics(),
                 "shared_blocks": len(self._owned),
-                "lent_bytes": {names.get(borrower, "?"): size_bytes for borrower, size_bytes in lent.items()},
+                "lent_bytes": {known.name: known.lent_bytes for known in self._borrowers.values() if known.loans},
                 "sends": self.sends,
                 "sent_bytes": self.sent_bytes,
                 "fallbacks": self.fallbacks,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from bisect import bisect_right, insort
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter
 from threading import Lock
 from typing import Any, Final
@@ -13,8 +14,8 @@ from arpc.log import get_logger
 from arpc.options import RpcOptions
 from arpc.transport.release_queue import Lease, ReleaseQueue
 from arpc.transport.shm.blocks import Block, BlockPool
-from arpc.transport.shm.borrowers import Borrower
 from arpc.transport.shm.borrowing import Borrowings
+from arpc.transport.shm.loans import Loans
 from arpc.transport.shm.mapping import ArenaFile, is_supported
 from arpc.transport.shm.processes import ProcessWatch
 from arpc.transport.shm.threads import Done, MemoryThreads
@@ -69,6 +70,20 @@ class Placement:
             self._file.copy(buffer, offset, is_warm=is_warm)
 
 
+@dataclass(slots=True, eq=False)
+class _Borrower:
+    """A peer that has mapped the arena. ``link`` is what it is connected by.
+
+    What was lent to one that cannot be heard any more stays lent until it is known what has become of it: it may still
+    read there.
+    """
+
+    name: str
+    watch: ProcessWatch
+    link: object = None
+    loans: Loans[Block] = field(default_factory=Loans)
+
+
 class Arena:
     """Blocks, their books, and threads that copy. Belongs to the loop; any thread may call `allocate_shared`."""
 
@@ -85,7 +100,7 @@ class Arena:
         self.fallbacks = 0
         self._pool = BlockPool(capacity_bytes)
         self.file = ArenaFile(self._pool.addresses)
-        self._borrowers: dict[int, Borrower] = {}
+        self._borrowers: dict[int, _Borrower] = {}
         # Blocks and loans are also used by threads that make shared tensors. What runs when objects die never takes it.
         self._lock = Lock()
         self._owned: list[Block] = []
@@ -167,9 +182,9 @@ class Arena:
 
     def lend(self, borrower: int, placement: Placement) -> None:
         """The borrower is told now."""
-        lend = self._borrowers[borrower].lend
+        loans = self._borrowers[borrower].loans
         for offset, size_bytes, block in zip(placement.offsets, placement.sizes, placement.blocks, strict=True):
-            lend(offset, size_bytes, block)
+            loans.begin(offset, size_bytes, block)  # our holding of the block goes over to the borrower
         self.sends += 1
         self.sent_bytes += sum(placement.sizes)
 
@@ -188,8 +203,8 @@ class Arena:
         if known is None:
             if held:
                 raise KeyError(held[0])
-            known = self._borrowers[borrower] = Borrower(name, ProcessWatch(pid, self.loop))
-        self._let_go(known.reconcile(held))
+            known = self._borrowers[borrower] = _Borrower(name, ProcessWatch(pid, self.loop))
+        self._let_go(known.loans.reconcile(held))
         known.watch.stop_waiting()
         known.link = link
 
@@ -209,7 +224,7 @@ class Arena:
             self._forget_borrower(borrower)
 
     def _borrower_died(self, borrower: int) -> None:
-        self._let_go(self._borrowers[borrower].reconcile(()))
+        self._let_go(self._borrowers[borrower].loans.reconcile(()))
         self._forget_borrower(borrower)
 
     def _forget_borrower(self, borrower: int) -> None:
@@ -221,7 +236,7 @@ class Arena:
 
     def take_back(self, borrower: int, offsets: Sequence[int]) -> None:
         """Loans have ended. Raises `KeyError` for one that was never made."""
-        self._let_go(map(self._borrowers[borrower].take_back, offsets))
+        self._let_go(map(self._borrowers[borrower].loans.end, offsets))
 
     # -- shared tensors
 
@@ -313,7 +328,7 @@ class Arena:
             return {
                 **self._pool.statistics(),
                 "shared_blocks": len(self._owned),
-                "lent_bytes": {known.name: known.lent_bytes for known in self._borrowers.values() if known.loans},
+                "lent_bytes": {known.name: known.loans.size_bytes for known in self._borrowers.values() if known.loans},
                 "sends": self.sends,
                 "sent_bytes": self.sent_bytes,
                 "fallbacks": self.fallbacks,

@@ -238,18 +238,17 @@ class Connection(ABC):
 
     def frame_in_thread(self, type_: int, id_: int, content: Content) -> bytes | None:
         """The frame of a message, for a thread to send; None if it takes the loop to send it."""
-        pickle, meta, tensors = content.pickle, content.meta, content.tensors
+        meta, tensors = content.meta, content.tensors
         if tensors is None:
-            return pack_header(len(meta) + len(pickle), type_, 0, 0, id_, 0, 0, len(meta), 0) + meta + pickle
+            body = meta + content.pickle
+            return pack_header(len(body), type_, 0, 0, id_, 0, 0, len(meta), 0) + body
         if tensors.buffers:
             return None
         schema = tensors.schema
         number = self._schemas.get(schema)
-        if number is not None:
-            return frame(type_, 0, id_, 0, 0, pickle, meta, number, tensors.parts)
-        if self._is_worth_announcing(schema):
+        if number is None and self._is_worth_announcing(schema):
             return None  # the loop announces it
-        return frame(type_, 0, id_, 0, 0, pickle, meta, schema.table, tensors.parts)
+        return frame(type_, 0, id_, 0, 0, content.pickle, meta, number or schema.table, tensors.parts)
 
     def _number(self, schema: Schema) -> int:
         """The number of a schema, which is announced if it is used again and again."""

@@ -441,8 +441,9 @@ class Connection(ABC):
                 self._receive_several(messages, size_bytes)
         except Exception as error:  # noqa: BLE001 - told to the receiver
             self._failed(error)
-        if self._out:
-            self.flush()
+        finally:
+            if self._out:
+                self.flush()
 
     def _receive_several(self, messages: list[Message], size_bytes: int) -> None:
         """Hand over what a read has brought, if not one message; what is sent in answer goes out together."""
@@ -556,7 +557,7 @@ class Connection(ABC):
         self.bulk_left = None
 
     def _fall_silent(self, phase: Phase) -> None:
-        self._phase = phase
+        self._phase = max(self._phase, phase)
         self._out.clear()
         self.send = self._send_first = self._refuse
 

@@ -499,6 +499,37 @@ async def test_bytes_after_a_refusal_are_for_nobody():
     assert isinstance(endpoint.lost[0], HandshakeError)
 
 
+async def test_a_refusal_by_a_receiver_that_has_aborted_changes_nothing():
+    connection, endpoint = await opened()
+
+    def refuse(_, __):
+        connection.abort(WireError("first"))
+        raise HandshakeError("second")
+
+    connection._messages_received = refuse
+    connection.feed(small_frame(1))
+    connection.end()
+    connection.end()
+    assert [str(error) for error in endpoint.lost] == ["first"]
+    with pytest.raises(ConnectionClosedError):
+        connection.send(small_frame(2))
+
+
+async def test_an_interrupt_in_a_read_keeps_nothing_back():
+    connection, _ = await opened()
+
+    def interrupt(_, __):
+        connection.send(small_frame(8))
+        raise KeyboardInterrupt
+
+    connection._messages_received = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        connection.feed(small_frame(1) + small_frame(2))
+    connection.send(small_frame(9))
+    await asyncio.sleep(0)
+    assert connection.take() == [(MessageType.REQUEST, 8), (MessageType.REQUEST, 9)]
+
+
 async def test_a_waiter_that_is_cancelled_harms_nobody():
     connection, _ = connect()
     impatient = asyncio.ensure_future(connection.wait_opened())

@@ -208,9 +208,11 @@ def _id_key(worker_id: WorkerId) -> str:
 class ElasticRendezvous(Rendezvous):
     """A `Rendezvous` without a size. An id is used once, a name again and again."""
 
+    _presence: Stay
+
     def __init__(self, store: GroupStore) -> None:
         super().__init__(store)
-        self._stay = Stay()
+        self._presence = Stay()
         self._joined_at = 0
         self._read_until = 0
         self._used = 0
@@ -223,7 +225,7 @@ class ElasticRendezvous(Rendezvous):
     async def _join_once(
         self, name: str, make_record: MakeRecord, probe: Probe | None, deadline: float, timeout_s: float
     ) -> WorkerRecord:
-        stay = self._presence = self._stay = Stay()
+        stay = self._presence = Stay()
         self._begin_log([])
         try:
             await self._store.run(self._check_open)
@@ -263,7 +265,7 @@ class ElasticRendezvous(Rendezvous):
         place = self._joined_at + 1
         while not self._has_left:
             try:
-                events = await self._store.run(partial(self._stay.news, start=place))
+                events = await self._store.run(partial(self._presence.news, start=place))
             except RendezvousError as error:
                 if self._has_left or not (self._store.is_lost and self._store.can_reopen):
                     raise
@@ -305,7 +307,7 @@ class ElasticRendezvous(Rendezvous):
                     raise
                 logger.debug("worker %s has not found its store again: %s", record.name, error)
                 await asyncio.sleep(REOPEN_DELAY_S)
-        self._presence = self._stay = stay
+        self._presence = stay
         self._begin_log(events)
         self._is_away = False
         self._found_again.set()

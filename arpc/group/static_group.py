@@ -163,23 +163,24 @@ class Seat(Presence):
 class StaticRendezvous(Rendezvous):
     """A `Rendezvous` of fixed size. An id is a rank."""
 
+    _presence: Seat | None
+
     def __init__(self, store: GroupStore) -> None:
         super().__init__(store)
         if store.rank is None or store.world_size is None:
             raise ConfigurationError("a group of fixed size needs rank and world_size")
         self._rank = store.rank
         self._size = store.world_size
-        self._seat: Seat | None = None
         self._gathers: Counter[str] = Counter()
         self._gathering: Round | None = None
 
     async def _join_once(
         self, name: str, make_record: MakeRecord, probe: Probe | None, deadline: float, timeout_s: float
     ) -> WorkerRecord:
-        if self._seat is None:
+        if self._presence is None:
             record = check_record(make_record(self._rank), name, self._rank)
-            self._presence = self._seat = Seat(record, self._size, timeout_s)
-        seat = self._seat  # the same for a second attempt, at another store
+            self._presence = Seat(record, self._size, timeout_s)
+        seat = self._presence  # the same for a second attempt, at another store
         try:
             await self._store.run(self._check_open)
             found = await self._store.run(seat.take)
@@ -200,7 +201,7 @@ class StaticRendezvous(Rendezvous):
         return seat.record
 
     async def gather(self, tag: str, value: bytes, *, timeout_s: float) -> dict[WorkerId, bytes]:
-        if self._seat is None or not self._by_id:
+        if self._presence is None or not self._by_id:
             raise RendezvousError("this worker has not joined a group yet")
 
         def describe(_present: dict[int, bytes], missing: Sequence[int]) -> str:
@@ -209,7 +210,7 @@ class StaticRendezvous(Rendezvous):
 
         number = self._gathers[tag]
         self._gathers[tag] += 1
-        base = f"static/{self._seat.generation}/gather/{tag}.{number}"
+        base = f"static/{self._presence.generation}/gather/{tag}.{number}"
         gathering = self._gathering = Round(base, self._rank, self._size, describe)
         await self._store.run(partial(gathering.contribute, value=value))
         outcome = await gathering.wait(self._store, deadline_after(timeout_s))
@@ -229,7 +230,7 @@ class StaticRendezvous(Rendezvous):
             await self._store.run(partial(self._gathering.settle, outcome=Failed.now("other", text)))
 
     def statistics(self) -> dict[str, int | str]:
-        generation = self._seat.generation if self._seat is not None else 0
+        generation = self._presence.generation if self._presence is not None else 0
         return {**super().statistics(), "generation": generation}
 
 

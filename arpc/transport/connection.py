@@ -21,6 +21,7 @@ import asyncio
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from enum import IntEnum, auto
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from typing import Protocol as TypingProtocol
 
@@ -48,7 +49,6 @@ _DATA: Final = int(MessageType.DATA)
 _DROP_DATA: Final = int(MessageType.DROP_DATA)
 _LENT: Final = int(MessageType.LENT)
 _SCHEMA: Final = int(MessageType.SCHEMA)
-_DIRECT_FRAMES: Final = 3
 _USES_TO_ANNOUNCE: Final = 2
 _FEWEST_A_WRITE: Final = 2
 _MOST_A_WRITE: Final = 32
@@ -79,11 +79,28 @@ class Receiver(TypingProtocol):
         """There is room again, after `Connection.is_congested` or `Connection.is_behind` was true."""
 
 
+class Phase(IntEnum):
+    """How far this side is on the way to the end of a connection. `Protocol.state` says what the peer may still say."""
+
+    SENDING = auto()
+    SILENT = auto()
+    """It has said goodbye, or why it refuses the peer: what was sent before goes out, and no frame is sent any more."""
+    ABORTED = auto()
+    """What has not gone out is lost. `Connection._ended` is about to be called."""
+    ENDED = auto()
+
+
 class Connection(ABC):
     """One connection, not tied to how bytes move. Belongs to the loop it was made on."""
 
     address = "?"
     """Where the peer is, for people to read."""
+    send: Callable[[bytes], None]
+    """Sends one frame with no large tensors: `_send_now`, `_send_later` or `_refuse`, as things are.
+
+    The first frame after a read of one message is written at once: little is going on, so waiting for more to join
+    would only cost time. All others of a loop turn go out together.
+    """
     _write: Callable[[bytes], None]
     """Hands bytes to the operating system, or keeps them until it takes them. Each kind of connection has its own."""
     _write_pieces: Callable[[tuple[bytes, memoryview]], None]
@@ -97,8 +114,6 @@ class Connection(ABC):
         """For whoever receives: what it keeps about this connection."""
         self.shared_memory: Channel | None = None
         """For large tensors, if both sides can share memory."""
-        self.has_borrowed = False
-        """Memory of the peer is used here, so there may be something to tell the peer after a read."""
         self.limits: ConnectionLimits | None = None
         """Where it came in, if others made it."""
         self.handshake_s = HANDSHAKE_S
@@ -113,8 +128,8 @@ class Connection(ABC):
         self._schema_bytes = 0
         self._handshake_ended = asyncio.Event()
         self._closed = asyncio.Event()
-        self._out: list[bytes] = []
-        """Frames of this turn, fewer than `_MOST_A_WRITE` of them."""
+        self._out = protocol.output
+        """Frames of this turn, fewer than `_MOST_A_WRITE` of them, among them what the protocol itself has to say."""
         self.bulk = BulkQueue()
         self.bulk_left: Callable[[], None] | None = None
         """Called whenever `held_bytes` may have become less: something was written, or read by the peer."""
@@ -122,17 +137,13 @@ class Connection(ABC):
         self.lanes: Lanes | None = None
         self.is_reading = False
         """What comes now is one of several messages of a read."""
-        self._is_closed = False
+        self._phase = Phase.SENDING
         self._is_greeted = False
-        self._messages_received: Callable[[Connection, list[Message]], None] = receiver.messages_received
-        self._is_mute = False
-        """No frame is to be written any more: this side closed it, or it is over."""
-        self._is_aborted = False
+        self._messages_received: Callable[[Connection, list[Message]], None] = self._greet
+        self.send = self._send_later
+        self._send_first: Callable[[bytes], None] = self._send_now
+        """What `send` becomes after a read of one message."""
         self._watch: asyncio.TimerHandle | None = None
-        # How many frames may be written on their own before the next read, if that is of one message; 0 once mute
-        self._direct_frames = _DIRECT_FRAMES
-        self.direct_left = _DIRECT_FRAMES
-        """How many of them are left; 0 also while others wait to be written, and in a read."""
         self._frames_a_write = _MOST_A_WRITE
         self._is_peer_at_work = False
         self._reads_until_look = 0
@@ -174,16 +185,16 @@ class Connection(ABC):
 
     @property
     def is_in_handshake(self) -> bool:
-        return self.protocol.state is State.HANDSHAKE and not self._is_closed
+        return self.protocol.state is State.HANDSHAKE
 
     @property
     def is_open(self) -> bool:
-        return self.protocol.state is State.OPEN and not self._is_closed
+        return self.protocol.state is State.OPEN
 
     @property
     def unsent_bytes(self) -> int:
         """Bytes this side still holds because the peer does not take them."""
-        unsent = 0 if self._is_aborted else self._unsent_bytes()
+        unsent = self._unsent_bytes() if self._phase < Phase.ABORTED else 0
         return unsent + self.bulk.unsent_bytes + sum(map(len, self._out))
 
     @property
@@ -205,40 +216,39 @@ class Connection(ABC):
         self, type_: int, flags: int, id_: int, arg: int, timeout_ms: int, content: Content
     ) -> BulkSend | None:
         """Send one message of any kind. Of large tensors that go on to be sent, returns the `BulkSend`."""
-        pickle, meta, tensors = content.pickle, content.meta, content.tensors
+        meta, tensors = content.meta, content.tensors
+        body = meta + content.pickle
         if tensors is None:
-            length = len(meta) + len(pickle)
-            self.send(pack_header(length, type_, flags, 0, id_, arg, timeout_ms, len(meta), 0) + meta + pickle)
+            self.send(pack_header(len(body), type_, flags, 0, id_, arg, timeout_ms, len(meta), 0) + body)
             return None
         schema, buffers = tensors.schema, tensors.buffers
         number = self._schemas.get(schema) or self._number(schema)
         if buffers or number == ONE_OFF:
             layout = schema.table if number == ONE_OFF else number
             sizes = [buffer.nbytes for buffer in buffers]
-            data = frame(type_, flags, id_, arg, timeout_ms, pickle, meta, layout, tensors.parts, sizes)
+            data = frame(type_, flags, id_, arg, timeout_ms, content.pickle, meta, layout, tensors.parts, sizes)
             if buffers:
                 return self.send_bulk(data, buffers)
         else:
-            length = schema.inline_bytes + len(meta) + len(pickle)
+            length = schema.inline_bytes + len(body)
             header = pack_header(length, type_, flags, 0, id_, arg, timeout_ms, len(meta), number)
-            data = b"".join((header, *tensors.parts, meta, pickle))
+            data = b"".join((header, *tensors.parts, body))
         self.send(data)
         return None
 
     def frame_in_thread(self, type_: int, id_: int, content: Content) -> bytes | None:
         """The frame of a message, for a thread to send; None if it takes the loop to send it."""
-        pickle, meta, tensors = content.pickle, content.meta, content.tensors
+        meta, tensors = content.meta, content.tensors
         if tensors is None:
-            return pack_header(len(meta) + len(pickle), type_, 0, 0, id_, 0, 0, len(meta), 0) + meta + pickle
+            body = meta + content.pickle
+            return pack_header(len(body), type_, 0, 0, id_, 0, 0, len(meta), 0) + body
         if tensors.buffers:
             return None
         schema = tensors.schema
         number = self._schemas.get(schema)
-        if number is not None:
-            return frame(type_, 0, id_, 0, 0, pickle, meta, number, tensors.parts)
-        if self._is_worth_announcing(schema):
+        if number is None and self._is_worth_announcing(schema):
             return None  # the loop announces it
-        return frame(type_, 0, id_, 0, 0, pickle, meta, schema.table, tensors.parts)
+        return frame(type_, 0, id_, 0, 0, content.pickle, meta, number or schema.table, tensors.parts)
 
     def _number(self, schema: Schema) -> int:
         """The number of a schema, which is announced if it is used again and again."""
@@ -246,7 +256,7 @@ class Connection(ABC):
             return ONE_OFF
         # Written at once, before the number is known to anybody: threads that send must not overtake it
         self.flush()
-        if self._is_mute:
+        if self._phase is not Phase.SENDING:
             return ONE_OFF
         number = len(self._schemas) + 1
         self._write(frame(_SCHEMA, 0, 0, number, 0, schema.table))
@@ -262,29 +272,24 @@ class Connection(ABC):
             and self._schema_bytes + len(schema.table) <= MAX_SCHEMA_BYTES
         )
 
-    def send(self, data: bytes) -> None:
-        """Send one frame with no large tensors. All frames of a busy loop turn go out in one write."""
-        left = self.direct_left
-        if left:
-            # Little is going on, so waiting for more to join would only cost time
-            self.direct_left = left - 1
-            self.frames_sent += 1
-            self.bytes_sent += len(data)
-            self._write(data)
-        else:
-            self._send_with_others(data)
+    def _send_now(self, data: bytes) -> None:
+        self.send = self._send_later
+        self.frames_sent += 1
+        self.bytes_sent += len(data)
+        self._write(data)
 
-    def _send_with_others(self, data: bytes) -> None:
+    def _send_later(self, data: bytes) -> None:
         out = self._out
-        if out or self.is_reading:
-            out.append(data)
-            if len(out) >= self._frames_a_write:
-                self.flush()
-        elif self._is_mute:
-            self._refuse()
-        else:
-            out.append(data)
+        if not out and not self.is_reading:
             self.loop.call_soon(self.flush)
+        out.append(data)
+        if len(out) >= self._frames_a_write:
+            self.flush()
+
+    def _refuse(self, _: bytes) -> None:
+        # Of one that was aborted everybody is about to hear that it is lost; that is soon enough
+        if self._phase is not Phase.ABORTED:
+            raise ConnectionClosedError(f"the connection to {self.address} is closed")
 
     @property
     def is_peer_elsewhere(self) -> bool:
@@ -298,11 +303,6 @@ class Connection(ABC):
         """
         return None
 
-    def _refuse(self) -> None:
-        # Of one that was aborted everybody is about to hear that it is lost; that is soon enough
-        if self._is_closed or not self._is_aborted:
-            raise ConnectionClosedError(f"the connection to {self.address} is closed")
-
     def send_bulk(self, data: bytes, buffers: list[memoryview]) -> BulkSend:
         """Send one frame, then its large tensors in chunks, between which other frames may pass.
 
@@ -310,7 +310,7 @@ class Connection(ABC):
         out.
         """
         bulk = BulkSend(buffers)
-        if self._is_mute:
+        if self._phase is not Phase.SENDING:
             self.send(data)  # raises, unless it was aborted and nobody has heard of it yet
         elif self.shared_memory is None or not self.shared_memory.carry(data, bulk):
             self.send_in_chunks(data, bulk)
@@ -321,12 +321,12 @@ class Connection(ABC):
         self._begin_bulk(data, bulk)
         if self.lanes is not None and self.lanes.take(bulk):
             return
+        if not self.bulk.has_chunks:
+            self.loop.call_soon(self._pump)
         self.bulk.append(bulk)
-        if not self._out and not self.is_reading:
-            self.loop.call_soon(self.flush)
 
     def _begin_bulk(self, data: bytes, bulk: BulkSend) -> None:
-        if self._is_mute:
+        if self._phase is Phase.SILENT:
             self._write(data)  # it was parked when `close` was called
         else:
             self.send(data)
@@ -352,7 +352,7 @@ class Connection(ABC):
         if self.bulk.unpark(bulk):
             self.tell_bulk_left()
             return True  # nobody has heard of it
-        if self._is_mute or not self.bulk.remove(bulk):
+        if self._phase is not Phase.SENDING or not self.bulk.remove(bulk):
             return False
         self.tell_bulk_left()
         self.send(frame(_DROP_DATA, 0, bulk.id, 0, 0, b""))
@@ -361,23 +361,23 @@ class Connection(ABC):
     def flush(self) -> None:
         """Write what was sent in this turn."""
         out = self._out
-        if self._is_mute:
-            out.clear()
-        elif out:
-            data = out[0] if len(out) == 1 else b"".join(out)
-            self.frames_sent += len(out)
-            self.writes += 1
-            self.bytes_sent += len(data)
-            out.clear()
-            self._write(data)
-        if self.bulk.has_chunks and not self.is_full:
-            self._pump()
-        else:
-            self.tell_bulk_left()
+        if out:
+            data = b"".join(out)
+            if self._phase is Phase.SENDING:
+                self.frames_sent += len(out)
+                self.writes += 1
+                self.bytes_sent += len(data)
+                out.clear()
+                self._write(data)
+            else:
+                out.clear()
+            if self.bulk_left is not None:
+                self.bulk_left()
 
     def _pump(self) -> None:
         """Write chunks of the messages under way, in turns, until the peer is full."""
-        while self.bulk.has_chunks and not self.is_full and not self._is_closed:
+        self.flush()  # the frames that the chunks belong to
+        while self.bulk.has_chunks and not self.is_full and self._phase is not Phase.ENDED:
             number, chunk = self.bulk.next_chunk()
             self.write_chunk(pack_header(chunk.nbytes, _DATA, 0, 0, number, 0, 0, 0, 0), chunk)
         self.tell_bulk_left()
@@ -385,7 +385,7 @@ class Connection(ABC):
 
     def end_if_last(self) -> None:
         """Large tensors have gone out: end if `close` was called, and they were the last."""
-        if self._is_mute and not self.bulk and not self._is_closed:
+        if self._phase is Phase.SILENT and not self.bulk:
             self._end_writing()
 
     # -- for lanes
@@ -403,7 +403,7 @@ class Connection(ABC):
     def resume_writing(self) -> None:
         """The peer has taken enough of it."""
         self.is_full = False
-        self.flush()
+        self._pump()
         if self.lanes is not None:
             self.lanes.pump()
         self.look_for_room()
@@ -417,7 +417,7 @@ class Connection(ABC):
 
     def tell_drained(self) -> None:
         """`is_congested` or `is_behind` was true and is no longer."""
-        if self._is_closed:
+        if self._phase is Phase.ENDED:
             return
         try:
             self.receiver.output_drained(self)
@@ -434,43 +434,33 @@ class Connection(ABC):
         self.bytes_received += size_bytes
         try:
             messages = self.protocol.receive(size_bytes)
-            if len(messages) == 1 and self._is_greeted:
-                # Little is going on: what is sent in answer is written at once
-                self.direct_left = 0 if self._out else self._direct_frames
+            if len(messages) == 1:
                 self._messages_received(self, messages)
+                self.send = self._send_first
             else:
                 self._receive_several(messages, size_bytes)
         except Exception as error:  # noqa: BLE001 - told to the receiver
             self._failed(error)
-        if self.protocol.output or self.has_borrowed:
-            self._add_news()
-
-    def _receive_several(self, messages: list[Message], size_bytes: int) -> None:
-        """Hand over what a read has brought; what is sent in answer goes out together."""
-        self.is_reading = True
-        self.direct_left = 0
-        self._find_portion(size_bytes)
-        state = self.protocol.state
-        try:
-            if not self._is_greeted and state in {State.OPEN, State.CLOSING}:
-                self._greeted()
-            if messages and state is not State.CLOSED:  # it was refused or aborted: what still comes is for nobody
-                self._messages_received(self, messages)
         finally:
-            self.is_reading = False
             if self._out:
                 self.flush()
-            if len(messages) <= 1:
-                self.direct_left = self._direct_frames
 
-    def _add_news(self) -> None:
-        """Write what the protocol and shared memory have to tell the peer."""
-        if self.protocol.output:
-            self._out.append(self.protocol.take_output())
-        if self.shared_memory is not None and self.shared_memory.has_news:
-            self._out.append(self.shared_memory.take_news())
-        if self._out:
-            self.flush()
+    def _receive_several(self, messages: list[Message], size_bytes: int) -> None:
+        """Hand over what a read has brought, if not one message; what is sent in answer goes out together."""
+        if not messages:
+            if not self._is_greeted:
+                self._greet(self, messages)  # meanwhile the receiver sends nothing at once: WELCOME goes first
+            if self._is_greeted:
+                self.send = self._send_first
+            return
+        self.is_reading = True
+        if self._phase is Phase.SENDING:
+            self.send = self._send_later
+        self._find_portion(size_bytes)
+        try:
+            self._messages_received(self, messages)
+        finally:
+            self.is_reading = False
 
     def _find_portion(self, size_bytes: int) -> None:
         """How many frames go out at once until the next read of several messages, after one of that size."""
@@ -485,11 +475,16 @@ class Connection(ABC):
             half = size_bytes // (2 * HEADER_BYTES)
             self._frames_a_write = half if _FEWEST_A_WRITE <= half < _MOST_A_WRITE else _MOST_A_WRITE
 
+    def _greet(self, _: Connection, messages: list[Message]) -> None:
+        """Take what a read has brought before the handshake was known to be done, which it may be by now."""
+        if self.protocol.state in {State.OPEN, State.CLOSING}:
+            self._greeted()
+        if messages and self.protocol.state is not State.CLOSED:  # else what still comes is for nobody
+            self._messages_received(self, messages)
+
     def _greeted(self) -> None:
         self._is_greeted = True
-        # say WELCOME before anything the receiver sends
-        if welcome := self.protocol.take_output():
-            self._out.append(welcome)
+        self._messages_received = self.receiver.messages_received
         self._handshake_ended.set()
         self._stop_watching()
         if self.limits is not None:
@@ -504,12 +499,9 @@ class Connection(ABC):
         if not isinstance(error, HandshakeError):
             self.abort(error)
             return
-        # a refusal is worth a farewell
-        farewell = self.protocol.take_output()
-        if farewell and not self._is_closed:
-            self._write(farewell)
         self._error = self._error or error
-        self._fall_silent()
+        self.flush()  # a refusal is worth a farewell
+        self._fall_silent(Phase.SILENT)
         self._shut()
 
     # -- the end
@@ -526,16 +518,15 @@ class Connection(ABC):
 
     def start(self) -> None:
         """Say what the protocol says first, and expect the handshake to end some day."""
-        data = self.protocol.take_output()
-        if data:
-            self.bytes_sent += len(data)
-            self._write(data)
+        if greeting := self.protocol.take_output():
+            self.send(greeting)
+            self.flush()
         if self._watch is None:
             self._expect_handshake()
 
     def close(self, reason: str = "") -> None:
         """Say goodbye, send what is still to be sent, and close when the other side does, or does nothing any more."""
-        if self._is_mute or self.protocol.state is State.CLOSED:
+        if self._phase is not Phase.SENDING or self.protocol.state is State.CLOSED:
             return
         if self.shared_memory is not None:
             self.shared_memory.closing()
@@ -543,33 +534,32 @@ class Connection(ABC):
         goodbye = self.protocol.say_goodbye(reason)
         if goodbye:
             self._out.append(goodbye)
-        self.flush()
-        self._fall_silent()
+        if was_open:
+            self._pump()
+        self._fall_silent(Phase.SILENT)
         if not was_open:
             self._shut()
             return
-        if not self.bulk:
-            self._end_writing()
+        self.end_if_last()
         self._linger(-1)
 
     def abort(self, error: Exception | None = None) -> None:
         """Close now; what has not gone out is lost."""
-        if not self._is_closed:
+        if self._phase is not Phase.ENDED:
             self._error = self._error or error
-            self._fall_silent()
-            self._is_aborted = True
+            self._fall_silent(Phase.ABORTED)
             self._forget_output()
             self.protocol.close()
             self._abort()
 
     def _forget_output(self) -> None:
-        self._out.clear()
         self.bulk.clear()
         self.bulk_left = None
 
-    def _fall_silent(self) -> None:
-        self._is_mute = True
-        self.direct_left = self._direct_frames = 0
+    def _fall_silent(self, phase: Phase) -> None:
+        self._phase = max(self._phase, phase)
+        self._out.clear()
+        self.send = self._send_first = self._refuse
 
     def _expect_handshake(self) -> None:
         seconds = self.handshake_s
@@ -598,12 +588,11 @@ class Connection(ABC):
 
     def _ended(self, error: Exception | None) -> None:
         """The kind of connection tells that it is over."""
-        if self._is_closed:
+        if self._phase is Phase.ENDED:
             return
-        is_on_purpose = self._is_mute or self.protocol.state is State.CLOSING
-        self._is_closed = True
+        is_on_purpose = self._phase is not Phase.SENDING or self.protocol.state is State.CLOSING
         self._stop_watching()
-        self._fall_silent()
+        self._fall_silent(Phase.ENDED)
         self.protocol.close()
         self._forget_output()
         if self.shared_memory is not None:
@@ -634,7 +623,9 @@ class Connection(ABC):
 
     def count_delivered(self) -> int:
         """Bytes of those sent that have arrived: over TCP on the peer's host, elsewhere in the peer's process."""
-        return self.count_sent() - (0 if self._is_aborted else self._unsent_bytes() + self._unacknowledged_bytes())
+        return self.count_sent() - (
+            self._unsent_bytes() + self._unacknowledged_bytes() if self._phase < Phase.ABORTED else 0
+        )
 
     def statistics(self) -> dict[str, int]:
         """Counters of this connection."""
@@ -643,7 +634,7 @@ class Connection(ABC):
             "bytes_received": self.bytes_received,
             "frames_sent": self.frames_sent,
             "writes": self.writes,
-            "unsent_bytes": 0 if self._is_closed else self.unsent_bytes,
+            "unsent_bytes": 0 if self._phase is Phase.ENDED else self.unsent_bytes,
             **({} if self.lanes is None else self.lanes.statistics()),
         }
 

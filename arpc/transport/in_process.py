@@ -13,7 +13,7 @@ from itertools import count
 from typing import Final
 
 from arpc.errors import ConfigurationError
-from arpc.transport.connection import Accept, Connection, Listener, Receiver, Transport
+from arpc.transport.connection import Accept, Connection, Listener, Phase, Receiver, Transport
 from arpc.wire.protocol import Protocol
 
 __all__ = ["MemoryConnection", "MemoryNetwork", "connect_pair"]
@@ -42,7 +42,7 @@ class MemoryConnection(Connection):
 
     def arrived(self, data: bytes | memoryview) -> int:
         """The other end has written something; how much there is to read now."""
-        if self._is_closed:
+        if self._phase is Phase.ENDED:
             return 0
         self._parts.append(memoryview(data))
         self.unread_bytes += len(data)
@@ -64,7 +64,7 @@ class MemoryConnection(Connection):
         self._delivery = None
         parts = self._parts
         budget = _DELIVER_BYTES
-        while parts and budget > 0 and not self._is_aborted:
+        while parts and budget > 0 and self._phase is not Phase.ABORTED:
             part = parts.popleft()
             buffer = self.protocol.get_buffer(-1)
             size = min(part.nbytes, buffer.nbytes)
@@ -78,7 +78,7 @@ class MemoryConnection(Connection):
             self.far.resume_writing()
         if parts:
             self._schedule()
-        elif self._has_eof and not (self._is_mute and self.bulk):
+        elif self._has_eof and not (self._phase is Phase.SILENT and self.bulk):
             self._end()
 
     # -- called by Connection
@@ -109,7 +109,7 @@ class MemoryConnection(Connection):
         if far is None:
             return
         self._forget_input()
-        far.eof_received(is_aborted=self._is_aborted)
+        far.eof_received(is_aborted=self._phase is Phase.ABORTED)
         self._ended(None)
 
     def _forget_input(self) -> None:

@@ -32,30 +32,32 @@ class ReleaseQueue(Generic[T]):
     """Collects released items, and has ``notify`` called on the loop, once for all that are there then."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, notify: Callable[[], None]) -> None:
-        self.is_notified = False
-        """Somebody will call `take` soon."""
+        self._is_notified = False
         self._loop = loop
         self._notify = notify
         self._released: deque[T] = deque()
         self._pid = os.getpid()
         self._is_closed = False
 
-    def __bool__(self) -> bool:
-        return bool(self._released)
-
     def release(self, item: T) -> None:
         # Runs in any thread, in the middle of anything, in a garbage collection: it must take no lock
         if self._is_closed:
             return
         self._released.append(item)
-        if not self.is_notified and self._pid == _getpid():
-            self.is_notified = True
+        if not self._is_notified and self._pid == _getpid():
+            self._is_notified = True
             with suppress(RuntimeError):  # the loop is closed
                 self._loop.call_soon_threadsafe(self._notify)
 
+    def notify_soon(self) -> None:
+        """Have ``notify`` called in the next turn of the loop, whatever is released until then. Called on the loop."""
+        if not self._is_notified:
+            self._is_notified = True
+            self._loop.call_soon(self._notify)
+
     def take(self) -> list[T]:
         """What has been released since the last time."""
-        self.is_notified = False  # first: what is released from now on is notified anew
+        self._is_notified = False  # first: what is released from now on is notified anew
         if self._is_closed:
             self._released.clear()  # of a thread that was about to release when this was closed
         items: list[T] = []

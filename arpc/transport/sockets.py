@@ -24,7 +24,7 @@ from urllib.parse import urlsplit
 from arpc.errors import ConfigurationError, HandshakeError, WireError
 from arpc.transport.buffer_pool import BufferPool
 from arpc.transport.busy_poll import BusyPoll, can_run_at_once
-from arpc.transport.connection import Accept, Connection, Listener, Receiver, Transport
+from arpc.transport.connection import Accept, Connection, Listener, Phase, Receiver, Transport
 from arpc.transport.connection_limits import ConnectionLimits
 from arpc.transport.forked_children import close_in_children
 from arpc.transport.shm import Arena, Channel
@@ -90,7 +90,7 @@ class StreamConnection(Connection, asyncio.BufferedProtocol):
         # uvloop's transports are of no common class, only of the same shape
         self._transport = transport = cast("asyncio.Transport", transport)
         self._is_made = True
-        if self._is_aborted:
+        if self._phase is Phase.ABORTED:
             transport.abort()
             return
         # Writes are gathered before they come here: uvloop shall pass them on at once, and tell when it cannot
@@ -123,7 +123,7 @@ class StreamConnection(Connection, asyncio.BufferedProtocol):
     def eof_received(self) -> bool:
         self._has_eof = True
         # Our half closes too, once what was sent before `close` is out
-        return self._is_mute and bool(self.bulk)
+        return self._phase is Phase.SILENT and bool(self.bulk)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._busy_poll is not None:
@@ -148,9 +148,6 @@ class StreamConnection(Connection, asyncio.BufferedProtocol):
 
     def _received_while_polled(self, size_bytes: int) -> None:
         self._received(size_bytes)
-        self._tell_busy_poll()
-
-    def _tell_busy_poll(self) -> None:
         if self._active_poll is not None:
             self._active_poll.received(self.loop)
 
@@ -161,7 +158,7 @@ class StreamConnection(Connection, asyncio.BufferedProtocol):
         return can_run_at_once(self)
 
     def share_writing(self) -> WriteLock | None:
-        if self._write_lock is None and self.is_open and not self._is_mute:
+        if self._write_lock is None and self.is_open:
             try:
                 sock = _duplicate(self._socket)
             except OSError:

@@ -15,7 +15,7 @@ from typing import Final, cast
 
 from arpc.errors import AuthenticationError, HandshakeError
 from arpc.tls import TLS, CertifiedNames
-from arpc.transport.connection import Receiver
+from arpc.transport.connection import Phase, Receiver
 from arpc.transport.sockets import NO_RESOURCES, Resources, StreamConnection, TcpTransport
 from arpc.wire.protocol import Protocol
 
@@ -54,24 +54,20 @@ class SecureConnection(StreamConnection):
     def _get_ciphertext(self, _: int) -> memoryview:
         return self._ciphertext
 
-    @property
-    def buffer_updated(self) -> Callable[[int], None]:
-        return self._ciphertext_received
-
     def _begin(self, transport: asyncio.Transport) -> None:
         # the time of both handshakes counts from here
         self._expect_handshake()
         self._advance()
 
-    def _ciphertext_received(self, size_bytes: int) -> None:
+    def _received(self, size_bytes: int) -> None:
+        """Ciphertext was put where `get_buffer` said."""
         self._incoming.write(self._ciphertext[:size_bytes])
         if self._is_secure or self._advance():
             self._decrypt()
-        self._tell_busy_poll()
 
     def _advance(self) -> bool:
         """Take the handshake of TLS a step further; whether it is done."""
-        if self._is_aborted or self._is_mute:
+        if self._phase is not Phase.SENDING:
             return False
         try:
             self._tls.do_handshake()
@@ -91,7 +87,7 @@ class SecureConnection(StreamConnection):
     def _decrypt(self) -> None:
         read = self._tls.read
         protocol = self.protocol
-        while not self._is_closed and not self._is_aborted:
+        while self._phase < Phase.ABORTED:
             target = protocol.get_buffer(-1)
             try:
                 size_bytes = cast("int", read(target.nbytes, target))
@@ -102,7 +98,7 @@ class SecureConnection(StreamConnection):
                 return
             if not size_bytes:
                 return  # the end in the words of TLS; what counts is that the socket closes
-            self._received(size_bytes)
+            super()._received(size_bytes)
 
     def _fail(self, error: ssl.SSLError) -> None:
         if self.protocol.peer is not None:
@@ -110,7 +106,7 @@ class SecureConnection(StreamConnection):
             return
         self._error = self._error or _explained(self.address, error)
         self._send_ciphertext()  # the alert, which tells the other side
-        self._fall_silent()
+        self._fall_silent(Phase.SILENT)
         self.protocol.close()
         self._shut()
 

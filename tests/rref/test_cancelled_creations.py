@@ -37,7 +37,8 @@ async def test_nothing_is_left_of_a_creation_that_is_cancelled_before_its_first_
         await creator.remote("worker1", function).to_here()  # so that the next goes by the number of its function
         made.clear()
         owner.agent.dispatcher.tasks.idle.clear()  # so that it gets a task, whose first step is in the next turn
-        creator.agent.known_peer("worker1").connection.direct_left = 0
+        connection = creator.agent.known_peer("worker1").connection
+        connection.send = connection._send_later  # so that the request is not gone already when it is cancelled
         rref = creator.remote("worker1", function)
         created = rref._get_future()
         created.cancel()

@@ -164,7 +164,7 @@ async def test_what_is_sent_while_reading_goes_out_at_the_end_of_the_read():
 async def test_a_read_lets_nothing_overtake_what_waits_to_be_written():
     """The peer counts the frames that have buffers: one that came before its turn would get the buffers of another."""
     connection, endpoint = await opened()
-    connection.direct_left = 0
+    connection.send = connection._send_later
     connection.send(small_frame(1))
     assert not connection.written
     connection.feed(small_frame(5))
@@ -236,6 +236,27 @@ async def test_a_peer_that_is_moved_to_another_cpu_is_noticed():
         assert sizes == written
 
 
+@pytest.mark.parametrize("secret", [None, b"secret"])
+async def test_nothing_that_is_sent_when_a_connection_opens_overtakes_the_welcome(secret):
+    endpoint = Endpoint()
+    connection = ListConnection(Protocol(Handshake(Role.ACCEPTOR, NEAR, secret), LIMITS), endpoint)
+    connection.start()
+    endpoint.connection_opened = lambda opened: opened.send(small_frame(7))
+    far = Protocol(Handshake(Role.CONNECTOR, FAR, secret), LIMITS)
+    came: list[Message] = []
+    while not came:
+        connection.feed(far.take_output())
+        await asyncio.sleep(0)
+        spoken = b"".join(connection.written)
+        connection.written.clear()
+        far.get_buffer(-1)[: len(spoken)] = spoken
+        came = far.receive(len(spoken))
+    assert [message.id for message in came] == [7]
+    assert far.state is State.OPEN
+    connection.abort()
+    connection.end()
+
+
 async def test_a_ping_is_answered_by_the_connection_itself():
     connection, endpoint = await opened()
     connection.feed(frame(MessageType.PING, 0, 77, 0, 0, b""))
@@ -294,7 +315,7 @@ async def test_a_full_peer_gets_no_chunk_until_it_has_room():
 
 async def test_unsent_bytes_are_those_nobody_has_taken():
     connection, _ = await opened()
-    connection.direct_left = 0
+    connection.send = connection._send_later
     connection.unsent = 7
     connection.send(small_frame(1, b"four"))
     buffers = views(10, 20)
@@ -352,7 +373,7 @@ async def test_close_flushes_although_the_peer_has_said_goodbye():
     connection, endpoint = await opened()
     connection.feed(frame(MessageType.GOODBYE, 0, 0, 0, 0, b"so long"))
     assert not connection.is_open
-    connection.direct_left = 0
+    connection.send = connection._send_later
     connection.send(small_frame(1))
     connection.close()
     assert connection.take() == [(MessageType.REQUEST, 1)]
@@ -446,7 +467,7 @@ async def test_the_first_error_is_the_one_that_is_told():
 async def test_nothing_is_written_or_read_between_abort_and_the_end():
     connection, endpoint = await opened()
     buffers = views(3 * CHUNK_BYTES)
-    connection.direct_left = 0
+    connection.send = connection._send_later
     connection.send(small_frame(1))
     connection.abort()
     connection.send(small_frame(2))
@@ -476,6 +497,37 @@ async def test_bytes_after_a_refusal_are_for_nobody():
     assert connection.asked == ["shut"]
     connection.end()
     assert isinstance(endpoint.lost[0], HandshakeError)
+
+
+async def test_a_refusal_by_a_receiver_that_has_aborted_changes_nothing():
+    connection, endpoint = await opened()
+
+    def refuse(_, __):
+        connection.abort(WireError("first"))
+        raise HandshakeError("second")
+
+    connection._messages_received = refuse
+    connection.feed(small_frame(1))
+    connection.end()
+    connection.end()
+    assert [str(error) for error in endpoint.lost] == ["first"]
+    with pytest.raises(ConnectionClosedError):
+        connection.send(small_frame(2))
+
+
+async def test_an_interrupt_in_a_read_keeps_nothing_back():
+    connection, _ = await opened()
+
+    def interrupt(_, __):
+        connection.send(small_frame(8))
+        raise KeyboardInterrupt
+
+    connection._messages_received = interrupt
+    with pytest.raises(KeyboardInterrupt):
+        connection.feed(small_frame(1) + small_frame(2))
+    connection.send(small_frame(9))
+    await asyncio.sleep(0)
+    assert connection.take() == [(MessageType.REQUEST, 8), (MessageType.REQUEST, 9)]
 
 
 async def test_a_waiter_that_is_cancelled_harms_nobody():
@@ -533,7 +585,7 @@ async def test_every_frame_is_counted():
     connection, _ = await opened()
     before = connection.frames_sent, connection.bytes_sent
     connection.send(small_frame(1))
-    connection.direct_left = 0
+    connection.send = connection._send_later
     connection.send(small_frame(2, b"four"))
     await asyncio.sleep(0)
     assert connection.frames_sent == before[0] + 2
@@ -572,7 +624,7 @@ async def test_a_schema_is_announced_when_it_is_used_again(is_busy):
     values = [torch.full((3, 5), float(number)) for number in range(4)]
     for number, value in enumerate(values):
         if is_busy:
-            connection.direct_left = 0
+            connection.send = connection._send_later
         send_tensors(connection, packed(packer, value), number)
     messages = await received_by_a_peer(connection)
     assert [message.layout.build(message.body, message.buffers)[0].tolist() for message in messages] == [
@@ -655,7 +707,7 @@ async def test_a_thread_uses_no_number_that_was_not_written():
 
     seen: list[bytes | None] = []
     connection.on_write = lambda data: seen.append(connection.frame_in_thread(REPLY, 3, Content(b"x", b"", tensors)))
-    connection.direct_left = 0
+    connection.send = connection._send_later
     connection.send(small_frame(1))  # waits to be written, as does what is sent next
     send_tensors(connection, tensors)
     # at each write, the announcement's own included, the number was not known to threads

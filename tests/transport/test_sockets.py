@@ -79,6 +79,7 @@ async def test_what_was_sent_is_delivered_in_the_end(transport: type[TcpTranspor
         near, far = await endpoints.pair()
         for _ in range(10):
             near.connection.send(small_frame(1))
+        near.connection.flush()  # so that they are counted
         await far.until(lambda: far.connection.bytes_received >= near.connection.count_sent())
         async with asyncio.timeout(30):
             await turns_until(lambda: near.connection.count_delivered() == near.connection.count_sent())

@@ -4,7 +4,7 @@ Each worker has one *arena*, a sparse file in memory that has no name (`mapping`
 a large tensor the sender copies it into a block and *lends* the block: the message says where it is, and the receiver,
 which has mapped the whole arena once, builds its tensor there (`borrowing`). When the memory of that tensor is freed
 the receiver gives the block back, and its pages, still warm, serve the next message. The sender keeps the books
-(`ledger`): a block is used again only when nobody who could see it has it any more.
+(`loans`): a block is used again only when nobody who could see it has it any more.
 
 `Arena` is a worker's own part, `Channel` what the two ends of a connection say to each other about it.
 """

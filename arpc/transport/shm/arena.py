@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 from bisect import bisect_right, insort
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from operator import attrgetter
 from threading import Lock
 from typing import Any, Final
@@ -15,7 +15,7 @@ from arpc.options import RpcOptions
 from arpc.transport.release_queue import Lease, ReleaseQueue
 from arpc.transport.shm.blocks import Block, BlockPool
 from arpc.transport.shm.borrowing import Borrowings
-from arpc.transport.shm.ledger import Ledger
+from arpc.transport.shm.loans import Loans
 from arpc.transport.shm.mapping import ArenaFile, is_supported
 from arpc.transport.shm.processes import ProcessWatch
 from arpc.transport.shm.threads import Done, MemoryThreads
@@ -72,11 +72,16 @@ class Placement:
 
 @dataclass(slots=True, eq=False)
 class _Borrower:
-    """A peer that has mapped the arena. ``link`` is what it is connected by."""
+    """A peer that has mapped the arena. ``link`` is what it is connected by.
+
+    What was lent to one that cannot be heard any more stays lent until it is known what has become of it: it may still
+    read there.
+    """
 
     name: str
     watch: ProcessWatch
     link: object = None
+    loans: Loans[Block] = field(default_factory=Loans)
 
 
 class Arena:
@@ -94,10 +99,9 @@ class Arena:
         self.sent_bytes = 0
         self.fallbacks = 0
         self._pool = BlockPool(capacity_bytes)
-        self._ledger = Ledger(self._free)
         self.file = ArenaFile(self._pool.addresses)
         self._borrowers: dict[int, _Borrower] = {}
-        # The books are also used by threads that make shared tensors. What runs when objects die never takes it.
+        # Blocks and loans are also used by threads that make shared tensors. What runs when objects die never takes it.
         self._lock = Lock()
         self._owned: list[Block] = []
         """Those of shared tensors, by their offsets."""
@@ -154,7 +158,7 @@ class Arena:
                 block, offset = group, position
                 position += _aligned(size_bytes)
                 small_bytes -= _aligned(size_bytes)
-            self._ledger.hold(block)
+            block.holders += 1
             placement.add(buffer, block, offset, is_there=found is not None)
         return True
 
@@ -178,9 +182,9 @@ class Arena:
 
     def lend(self, borrower: int, placement: Placement) -> None:
         """The borrower is told now."""
-        with self._lock:
-            for offset, size_bytes, block in zip(placement.offsets, placement.sizes, placement.blocks, strict=True):
-                self._ledger.lend(borrower, offset, size_bytes, block)
+        loans = self._borrowers[borrower].loans
+        for offset, size_bytes, block in zip(placement.offsets, placement.sizes, placement.blocks, strict=True):
+            loans.begin(offset, size_bytes, block)  # our holding of the block goes over to the borrower
         self.sends += 1
         self.sent_bytes += sum(placement.sizes)
 
@@ -189,22 +193,20 @@ class Arena:
         with self._lock:
             for block in placement.cold_blocks if is_broken else ():
                 self._pool.cool(block)
-            for block in placement.blocks:
-                self._ledger.let_go(block)
-        self._trim_soon()
+        self._let_go(placement.blocks)
 
     # -- peers
 
     def borrower_connected(self, borrower: int, name: str, pid: int, held: Sequence[int], link: object) -> None:
         """A peer has mapped the arena, and still holds these loans of before. Raises `KeyError` if it cannot."""
-        with self._lock:
-            self._ledger.reconcile(borrower, held)
         known = self._borrowers.get(borrower)
         if known is None:
+            if held:
+                raise KeyError(held[0])
             known = self._borrowers[borrower] = _Borrower(name, ProcessWatch(pid, self.loop))
+        self._let_go(known.loans.reconcile(held))
         known.watch.stop_waiting()
         known.link = link
-        self._trim_soon()
 
     def serves(self, borrower: int, link: object) -> bool:
         """Whether a connection is the newest to a borrower: it alone says what is lent and given back."""
@@ -216,29 +218,25 @@ class Arena:
         known = self._borrowers.get(borrower)
         if known is None or known.link is not link:
             return  # a newer connection has come before the end of this one was noticed
-        if self.has_loans(borrower):
+        if known.loans:
             known.watch.call_at_end(lambda: self._borrower_died(borrower))
         else:
             self._forget_borrower(borrower)
 
     def _borrower_died(self, borrower: int) -> None:
-        with self._lock:
-            self._ledger.reconcile(borrower, ())
+        self._let_go(self._borrowers[borrower].loans.reconcile(()))
         self._forget_borrower(borrower)
-        self._trim_soon()
 
     def _forget_borrower(self, borrower: int) -> None:
         self._borrowers.pop(borrower).watch.close()
 
     def has_loans(self, borrower: int) -> bool:
-        return self._ledger.has_loans(borrower)
+        known = self._borrowers.get(borrower)
+        return known is not None and bool(known.loans)
 
     def take_back(self, borrower: int, offsets: Sequence[int]) -> None:
         """Loans have ended. Raises `KeyError` for one that was never made."""
-        with self._lock:
-            for offset in offsets:
-                self._ledger.take_back(borrower, offset)
-        self._trim_soon()
+        self._let_go(map(self._borrowers[borrower].loans.end, offsets))
 
     # -- shared tensors
 
@@ -248,7 +246,7 @@ class Arena:
             block = None if self._is_closed else self._pool.take(size_bytes)
             if block is None:
                 return None
-            self._ledger.hold(block)
+            block.holders += 1
             insort(self._owned, block, key=_offset_of)
         view = view_of(Lease(self._ended, block), self.file.address + block.offset, size_bytes)
         try:
@@ -263,16 +261,22 @@ class Arena:
         return view
 
     def _free_owned(self) -> None:
+        ended = self._ended.take()
         with self._lock:
-            for block in self._ended.take():
+            for block in ended:
                 self._owned.remove(block)
-                self._ledger.let_go(block)
-        self._trim_soon()
+        self._let_go(ended)
 
     # -- memory
 
-    def _free(self, block: Block) -> None:
-        self._pool.give_back(block, self.loop.time())
+    def _let_go(self, blocks: Iterable[Block]) -> None:
+        """Of each of these blocks a holder has ended; the memory of those that were the last can be used again."""
+        with self._lock:
+            for block in blocks:
+                block.holders -= 1
+                if not block.holders:
+                    self._pool.give_back(block, self.loop.time())
+        self._trim_soon()
 
     def _trim_soon(self) -> None:
         """See to it that memory goes back to the system once it is idle."""
@@ -321,12 +325,10 @@ class Arena:
     def statistics(self) -> dict[str, Any]:
         """What is where."""
         with self._lock:
-            lent = self._ledger.lent_bytes()
-            names = {borrower: known.name for borrower, known in self._borrowers.items()}
             return {
                 **self._pool.statistics(),
                 "shared_blocks": len(self._owned),
-                "lent_bytes": {names.get(borrower, "?"): size_bytes for borrower, size_bytes in lent.items()},
+                "lent_bytes": {known.name: known.loans.size_bytes for known in self._borrowers.values() if known.loans},
                 "sends": self.sends,
                 "sent_bytes": self.sent_bytes,
                 "fallbacks": self.fallbacks,

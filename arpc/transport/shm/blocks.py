@@ -34,7 +34,7 @@ class Block:
         self.is_warm = False
         """When it was given out, all that was asked for had memory behind it."""
         self.holders = 0
-        """How many need it; kept by the ledger."""
+        """How many need it: this worker, while it fills it or has a tensor there, and one for each loan of it."""
         self.free_since = 0.0
 
     def __repr__(self) -> str:

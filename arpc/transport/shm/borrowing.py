@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Final
 
 from arpc.errors import ProtocolError
 from arpc.transport.release_queue import Lease, ReleaseQueue
 from arpc.transport.shm.blocks import HEADER_BYTES
+from arpc.transport.shm.loans import Loans
 from arpc.transport.shm.mapping import MappedArena, Offer
 from arpc.transport.shm.processes import ProcessWatch
 from arpc.wire.frames import ALIGNMENT
@@ -28,59 +28,39 @@ class BorrowedArena:
         self.watch: Final = ProcessWatch(offer.pid, loop)
         """Of its owner."""
         self.on_ended: Callable[[], object] | None = None
-        """Called on the loop when loans have ended."""
-        self._loans: Counter[int] = Counter()
-        """By offset, what is held and not given back, as the owner knows it."""
-        self._sizes: dict[int, int] = {}
+        """Called on the loop when something was borrowed, or loans have ended."""
+        self.loans: Final[Loans[None]] = Loans()
+        """What is held and not given back, as the owner knows it."""
         self._ended: ReleaseQueue[int] = ReleaseQueue(loop, self._notify)
 
     def borrow(self, offsets: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
-        """The memory that was lent. Raises `ProtocolError` if it cannot have been.
-
-        Whoever asks will soon, in this step of the loop, ask for `take_ended` too.
-        """
+        """The memory that was lent. Raises `ProtocolError` if it cannot have been."""
         mapping = self.mapping
-        self._ended.is_notified = True
+        self._ended.notify_soon()  # with the next turn, in which a small part of it may have ended already
         views: list[memoryview] = []
         for offset, size_bytes in zip(offsets, sizes, strict=True):
             if offset < HEADER_BYTES or offset % ALIGNMENT:
                 raise ProtocolError(f"{size_bytes} bytes were lent at {offset}, where there cannot be any")
             check_range(offset, size_bytes, mapping.size_bytes)
-            self._loans[offset] += 1
-            self._sizes[offset] = max(size_bytes, self._sizes.get(offset, 0))
+            self.loans.begin(offset, size_bytes, None)
             views.append(view_of(Lease(self._ended, offset), mapping.address + offset, size_bytes))
         return views
 
     def _notify(self) -> None:
-        self._ended.is_notified = False
-        if self.on_ended is not None and self._ended:
+        if self.on_ended is not None:
             self.on_ended()
-
-    @property
-    def has_ended_loans(self) -> bool:
-        return bool(self._ended)
 
     def take_ended(self) -> list[int]:
         """The loans that have ended since this was asked last."""
         ended = self._ended.take()
         for offset in ended:
-            self._loans[offset] -= 1
-            if not self._loans[offset]:
-                del self._loans[offset], self._sizes[offset]
+            self.loans.end(offset)
         return ended
 
     def held(self) -> list[int]:
         """An offset for each loan that has not ended. Of those that have, the owner need not be told any more."""
         self.take_ended()
-        return list(self._loans.elements())
-
-    def held_ranges(self) -> list[tuple[int, int]]:
-        """From and to where memory is held, in order."""
-        return sorted((offset, offset + size_bytes) for offset, size_bytes in self._sizes.items())
-
-    @property
-    def held_bytes(self) -> int:
-        return sum(self._sizes.values())
+        return self.loans.held()
 
 
 class Borrowings:
@@ -123,7 +103,7 @@ class Borrowings:
 
         def shrink() -> None:
             if not self._forget_unused(lender, arena):
-                ranges = arena.held_ranges()
+                ranges = arena.loans.ranges()
                 self._run(lambda: arena.mapping.free_all_but(ranges))
 
         arena.on_ended = shrink
@@ -139,5 +119,5 @@ class Borrowings:
     def statistics(self) -> dict[str, int]:
         return {
             "mapped_arenas": len(self._arenas),
-            "borrowed_bytes": sum(arena.held_bytes for arena in self._arenas.values()),
+            "borrowed_bytes": sum(arena.loans.size_bytes for arena in self._arenas.values()),
         }

@@ -250,7 +250,6 @@ class Channel:
             return
         answer = _encode(_Mapped(os.getpid(), borrowed.held()))
         self._borrowed = borrowed
-        connection.has_borrowed = True
         borrowed.on_ended = self._tell
         self._answer(ArenaFlag.MAPPED, answer)
 
@@ -283,21 +282,13 @@ class Channel:
         """Enough wait to be copied. Each is there twice, or about to be, and only the copy is needed."""
         return self._copying >= _FEW_COPIES and self._copying_bytes * _COPIES_PER_WINDOW > self._arena.window_bytes
 
-    @property
-    def has_news(self) -> bool:
-        """Whether there is something to tell the lender."""
-        return bool(self._read_count) or (self._is_current and self._borrowed.has_ended_loans)  # type: ignore[union-attr]
-
-    def take_news(self) -> bytes:
+    def _tell(self) -> None:
         """Tell the lender what was read, and what is not used any more."""
         assert self._borrowed is not None
-        ended = self._borrowed.take_ended() if self._is_current else []
+        ended = self._borrowed.take_ended()
         count, self._read_count = self._read_count, 0
-        return frame(_FREED, 0, 0, count, 0, struct.pack(f"<{len(ended)}Q", *ended))
-
-    def _tell(self) -> None:
         with suppress(ConnectionClosedError):  # then the next connection tells what is still held
-            self._connection.send(self.take_news())
+            self._connection.send(frame(_FREED, 0, 0, count, 0, struct.pack(f"<{len(ended)}Q", *ended)))
 
 
 def _try(placement: Placement) -> OSError | None:

@@ -387,7 +387,7 @@ async def test_two_connections_at_once_agree_on_what_is_lent():
 async def test_what_was_given_back_over_an_older_connection_is_not_taken_back_twice():
     async with sharing() as both:
         kept, dropped = (await both.send(b"k" * MIB)), (await both.send(b"d" * MIB))
-        _, offset = both.near_arena._ledger._loans[both.near.connection.peer.incarnation]
+        _, offset = both.near_arena._borrowers[both.near.connection.peer.incarnation].loans.held()
         old = both.near
         both.near, both.far = await both.endpoints.pair()
         (more,) = await both.send(b"m" * MIB)

@@ -272,7 +272,7 @@ class _Parcel:
         self._dump = self._pickler.dump
 
     def reduced(self, obj: Any) -> Any:
-        """What the reducer for objects of just this type makes of one; NotImplemented if it declines or there is none."""
+        """What the reducer for its type makes of an object; NotImplemented if it declines, or there is none."""
         reducer = self._reducers.get(type(obj))
         return NotImplemented if reducer is None else reducer(obj, self)
 

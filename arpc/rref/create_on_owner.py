@@ -140,7 +140,7 @@ class CreationHandlers:
             return None
         if not self._forks.creation_arrived(rref, fork, caller):
             error = RRefError(f"the creation of RRef {_text(rref)} was given up by worker {caller.name!r}")
-            self._context.agent.dispatcher.refused(run, error)
+            self._context.agent.dispatcher.replies.refused(run, error)
             return None
         if not made and message.arg:  # a function that travels with its arguments has no name yet
             made = function.name

@@ -142,9 +142,9 @@ class EagerTasks:
         try:
             waits_for = run.context.run(run.first_step)
         except StopIteration as stop:
-            told, outcome = run.host.returned, stop.value
+            told, outcome = run.host.replies.returned, stop.value
         except BaseException as error:  # noqa: BLE001 - it is the caller's
-            told, outcome = run.host.raised, error
+            told, outcome = run.host.replies.raised, error
         finally:
             leave_task(loop, task)
         if told is None:
@@ -222,12 +222,12 @@ class EagerTasks:
 
     def _start_task(self, run: Run) -> None:
         if self._closed:
-            run.host.raised(run, asyncio.CancelledError())
+            run.host.replies.raised(run, asyncio.CancelledError())
             return
 
         def never_ran(task: asyncio.Task[Any]) -> None:
             if task.cancelled() and run.coroutine is None:
-                run.host.raised(run, asyncio.CancelledError())
+                run.host.replies.raised(run, asyncio.CancelledError())
 
         self.carried += 1
         run.task = self._own(asyncio.Task(self._finish(run, _drive(run, _NOT_BEGUN)), loop=self._loop))
@@ -241,9 +241,9 @@ class EagerTasks:
         try:
             result = await steps
         except BaseException as error:  # noqa: BLE001 - thrown in by the Task, for the coroutine
-            _tell(run.host.raised, run, error)
+            _tell(run.host.replies.raised, run, error)
         else:
-            _tell(run.host.returned, run, result)
+            _tell(run.host.replies.returned, run, result)
 
     async def aclose(self) -> None:
         """Cancel whatever is carried, and wait for its end, but not for ever: a handler may refuse to be cancelled."""

@@ -15,6 +15,7 @@ from arpc.user_errors import is_a, type_name_of
 
 __all__ = [
     "NAMING",
+    "NOT_KNOWN",
     "Function",
     "HandOver",
     "Mode",
@@ -61,6 +62,8 @@ class Mode(Enum):
     ASYNC_GENERATOR = auto()
     GENERATOR = auto()
     """Streams. The generator's steps run in the thread pool."""
+    UNKNOWN = auto()
+    """It comes with the arguments of its call, or cannot be called at all."""
 
 
 class Quickness:
@@ -97,10 +100,14 @@ class Function:
         self.returns_future = returns_futures(call)
         # nothing but a function to be called in a thread
         self.is_plain = self.mode is Mode.THREAD and not self.returns_future
+        # what its coroutine returns is the result, whatever that is
+        self.is_final = self.mode is Mode.COROUTINE and not self.returns_future
         self.quickness = Quickness()
         self.results = ResultSizes()
         # It is the runtime's own, and serves the messages of one class
         self.is_service = False
+        # Why it cannot be called
+        self.error: Exception | None = None
         # A ScriptModule that it returns stays where it is, and is never copied elsewhere
         self.keeps_modules = getattr(call, "keeps_modules", False) is True
 
@@ -109,6 +116,14 @@ class Function:
         made = Function.__new__(Function)
         made.__dict__.update(self.__dict__)
         made.call = call
+        return made
+
+    @staticmethod
+    def unknown(error: Exception | None = None) -> Function:
+        """Stands for a function that is not known: it comes with its call, or cannot be called because of an error."""
+        made = NOT_KNOWN.like(_unknown)
+        made.results = ResultSizes()
+        made.error = error
         return made
 
     @staticmethod
@@ -230,4 +245,11 @@ def async_execution(function: F) -> F:
     return function
 
 
+def _unknown() -> None:
+    """Stands in the error reply of a call whose function could not be found."""
+
+
 _SOME_COROUTINE: Final = Function(_some_coroutine)
+NOT_KNOWN: Final = Function(_unknown)
+"""See `Function.unknown`."""
+NOT_KNOWN.mode = Mode.UNKNOWN

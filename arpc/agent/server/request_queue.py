@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Final
 from arpc import torchstate
 from arpc.agent.server.functions import Function, Mode
 from arpc.agent.server.inbound import Inbound
-from arpc.agent.server.reply_window import ReplyWindow, ResultSizes
-from arpc.agent.server.run import Run
+from arpc.agent.server.reply_window import ReplyWindow
+from arpc.agent.server.thread_job import ThreadJob
 from arpc.errors import OverloadedError, WireError
 from arpc.options import RpcOptions
-from arpc.wire.messages import FailureKind, Message
+from arpc.wire.messages import FailureKind, Message, RequestFlag
 
 if TYPE_CHECKING:
     from arpc.agent.server.dispatcher import Dispatcher
@@ -24,6 +24,7 @@ __all__ = ["RequestQueue"]
 
 # A caller keeps to its own window, twice of it for what is small; and its options may not be the same
 _WINDOWS: Final = 16
+_STREAM: Final = int(RequestFlag.STREAM)
 _THREAD: Final = Mode.THREAD
 
 
@@ -39,15 +40,18 @@ class RequestQueue:
 
     def admit(self, inbound: Inbound, message: Message) -> None:
         """Start a request, or keep it packed while its caller does not take replies or has too many others running."""
-        results = inbound.results_of(message)
-        is_large = results is not None and results.are_large
+        function = inbound.function_of(message)
+        is_large = function.results.are_large and not message.flags & _STREAM  # which has a window of its own
         if not (is_large or inbound.is_full or inbound.connection.is_congested):
             self._host.start(inbound, message)
-        elif (
+            return
+        if self._host.is_watched:
+            self._host.note_arrival(inbound, message)
+        if (
             len(inbound.waiting) < self._max_waiting or not (is_large or inbound.is_full)
         ) and inbound.waiting_bytes <= _WINDOWS * self._window_bytes:
-            if is_large and results is not None:
-                self._keep_for_window(inbound, message, results)
+            if is_large:
+                self._keep_for_window(inbound, message, function)
             else:
                 inbound.keep(message)
                 inbound.wait_for_handler(message.id)
@@ -77,10 +81,9 @@ class RequestQueue:
             )
         return inbound.reply_window
 
-    def _keep_for_window(self, inbound: Inbound, message: Message, results: ResultSizes) -> None:
-        function = inbound.functions.get(message.arg)
+    def _keep_for_window(self, inbound: Inbound, message: Message, function: Function) -> None:
         # one that comes with its arguments is not known yet: it waits again if it is for a thread
-        in_thread = isinstance(function, Function) and function.mode is _THREAD
+        in_thread = function.mode is _THREAD
         window = self.window(inbound)
 
         def start() -> None:
@@ -95,12 +98,13 @@ class RequestQueue:
                 window.thread_ended()
 
         inbound.keep(message)
-        window.enter(results, start, in_thread=in_thread)
+        window.enter(function.results, start, in_thread=in_thread)
 
-    def postpone(self, run: Run) -> None:
+    def postpone(self, job: ThreadJob) -> None:
         """Let a plain function have a thread when there is room for its result, or at once if that will be small."""
+        run = job.run
         if not run.function.results.are_large:
-            self._host.threads.submit(run.work, is_quick=run.function.quickness.is_quick)
+            self._host.threads.submit(job.work, run.function.quickness.is_quick)
             return
         window = self.window(run.inbound)
 
@@ -108,15 +112,15 @@ class RequestQueue:
             if run.ended:
                 window.thread_ended()
             else:
-                self.submit_counted(run)
+                self.submit_counted(job)
 
         window.enter(run.function.results, start, in_thread=True)
 
-    def submit_counted(self, run: Run) -> None:
+    def submit_counted(self, job: ThreadJob) -> None:
         """Let a plain function that the reply window has let go have a thread."""
-        run.is_counted = True
-        run.thread_replies = None  # the loop is to hear of its end
-        self._host.threads.submit(run.work, is_quick=run.function.quickness.is_quick)
+        job.run.is_counted = True
+        job.replies = None  # the loop is to hear of its end
+        self._host.threads.submit(job.work, job.run.function.quickness.is_quick)
 
     # -- room
 

@@ -18,8 +18,7 @@ from arpc.agent.hooks.observers import Observers
 from arpc.agent.server.functions import Function
 from arpc.agent.server.inbound import Inbound
 from arpc.agent.server.replies import Replies
-from arpc.agent.server.run import Run
-from arpc.agent.server.thread_replies import NO_CONTEXT
+from arpc.agent.server.run import NO_CONTEXT, Run
 from arpc.errors import ConnectionClosedError, OverloadedError, ProtocolError
 from arpc.ids import WorkerInfo
 from arpc.wire.frames import HEADER
@@ -80,12 +79,16 @@ class Desk:
         self.connection = connection
         self.readmitted: list[Inbound] = []
         self.codec = Codec({}, (), 8192, max_body_bytes=1 << 20)
-        self.replies = Replies(loop, self.codec, Observers(), self.readmitted.append)
+        self.loop = loop
+        self.observers = Observers()
+        self.queue: Any = SimpleNamespace(readmit=self.readmitted.append)
+        host: Any = self
+        self.replies = Replies(host)
         self.inbound = Inbound(connection, CALLER, Deadlines(loop), max_handlers=10, main_by_value=False)
 
     def run(self, id_: int = 7, function: Any = echo) -> Run:
         """A request that is being handled."""
-        host: Any = self.replies
+        host: Any = self
         run = Run(host, self.inbound, Function(function), id_, 0, copy_context())
         self.inbound.register(run)
         return run

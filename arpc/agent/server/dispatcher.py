@@ -15,10 +15,9 @@ from arpc.agent.hooks.observers import Observers
 from arpc.agent.peers.link import Link
 from arpc.agent.scope import current_scope
 from arpc.agent.server.eager_tasks import EagerTasks
-from arpc.agent.server.functions import NOT_KNOWN, Function, Mode, Prompt
+from arpc.agent.server.functions import NOT_KNOWN, Function, Mode, Prompt, ResultSizes
 from arpc.agent.server.inbound import Inbound
 from arpc.agent.server.replies import Replies
-from arpc.agent.server.reply_window import ResultSizes
 from arpc.agent.server.request_queue import RequestQueue
 from arpc.agent.server.request_reader import prepare
 from arpc.agent.server.returned_futures import await_future
@@ -76,10 +75,12 @@ class Dispatcher:
         self.threads = ThreadPool(loop, options.num_worker_threads, name)
         self.tasks = EagerTasks(loop, name)
         self.observers = observers
-        self.queue = RequestQueue(self, options)
-        self.window_bytes = options.window_bytes
+        self.options = options
         self.replies = Replies(self)
         self._copy_context = context.copy
+        self.calls_refused = 0
+        self.is_closed = False
+        """The worker shuts down: handlers that are cancelled now are cancelled for that reason."""
         self.is_watched = False
         """A meter or observers hear of every request."""
 
@@ -103,37 +104,41 @@ class Dispatcher:
             or inbound.connection.is_congested
             or message.flags & _STREAM
         ):
-            self.queue.admit(inbound, message)
+            self.queue_of(inbound).admit(message)
         else:
             self.launch(self._run(inbound, function, message))
 
-    def start(self, inbound: Inbound, message: Message, *, is_counted: bool = False) -> None:
-        """Run a call now. ``is_counted``: the reply window has let it go to a thread."""
-        run = self._run(inbound, inbound.function_of(message), message)
+    def queue_of(self, inbound: Inbound) -> RequestQueue:
+        """Where requests of a connection wait."""
+        if inbound.queue is None:
+            inbound.queue = RequestQueue(self, inbound)
+        return inbound.queue
+
+    def readmit(self, inbound: Inbound) -> None:
+        """Requests of a connection may have room again."""
+        inbound.look_for_room()
+        if inbound.queue is not None:
+            inbound.queue.readmit()
+
+    def start(self, inbound: Inbound, message: Message, arrived_ns: int = 0, *, is_counted: bool = False) -> None:
+        """Run a call now. ``is_counted``: there is room for its large result, and it may go to a thread."""
+        run = self._run(inbound, inbound.function_of(message), message, arrived_ns)
         run.is_stream = bool(message.flags & _STREAM)
         run.is_counted = is_counted
         self.launch(run)
         if run.is_counted and (run.ended or run.function.mode is not _THREAD):
             run.leave_window()  # its arguments could not be unpacked, or have to be waited for
 
-    def _run(self, inbound: Inbound, function: Function, message: Message) -> Run:
-        """A request, with a context of its own."""
+    def _run(self, inbound: Inbound, function: Function, message: Message, arrived_ns: int = 0) -> Run:
+        """A request, with a context of its own. ``arrived_ns``: when it came, if it has waited since."""
         content = message if message.body else None
         run = Run(self, inbound, function, message.id, message.timeout_ms, self._copy_context(), content)
         if self.is_watched:
-            if self.replies.meter is not None:
-                inbound.arrived_ns.setdefault(run.id, _now_ns())  # unless it has waited since
+            run.arrived_ns = arrived_ns or _now_ns()
             if self.observers.installed:
                 run.context.run(current_scope.set, run)  # observers look for it
                 self.observers.watch(run, message)
         return run
-
-    def note_arrival(self, inbound: Inbound, message: Message) -> None:
-        """A request has come that has to wait, or is refused."""
-        if self.replies.meter is not None:
-            inbound.arrived_ns[message.id] = _now_ns()
-        if self.observers.installed:
-            self.observers.accepted(inbound, message)
 
     def launch(self, run: Run) -> None:
         """Run it in the way of its function."""
@@ -258,10 +263,8 @@ class Dispatcher:
         inbound, function = run.inbound, run.function
         inbound.register(run)
         job = ThreadJob(run)
-        if run.is_counted:
-            self.queue.submit_counted(job)
-        elif function.results.are_large:
-            self.queue.postpone(job)
+        if run.is_counted or function.results.are_large:
+            self.queue_of(inbound).submit(job)
         else:
             if (
                 function.is_plain
@@ -277,13 +280,13 @@ class Dispatcher:
         write_lock = inbound.connection.share_writing()
         if write_lock is not None:
             encode = partial(self.replies.encode, intercept=self.codec.reply_sent_in_thread)
-            inbound.thread_replies = ThreadReplies(inbound, write_lock, encode, self.queue.readmit)
+            inbound.thread_replies = ThreadReplies(inbound, write_lock, encode, self.readmit)
         return inbound.thread_replies
 
     # -- the end of the worker
 
     async def aclose(self) -> None:
-        self.queue.is_closed = self.replies.is_closed = True
+        self.is_closed = True
         await self.tasks.aclose()
         # after the tasks: generators that were stopped are closed in a thread
         self.threads.close()
@@ -292,7 +295,7 @@ class Dispatcher:
         return {
             "calls_handled": self.calls_handled,
             "calls_failed": self.replies.calls_failed,
-            "calls_refused": self.queue.calls_refused,
+            "calls_refused": self.calls_refused,
             **self.threads.statistics(),
             **self.tasks.statistics(),
         }

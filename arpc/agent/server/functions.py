@@ -9,8 +9,8 @@ from functools import partial
 from types import FunctionType
 from typing import Any, Final, NamedTuple, TypeVar
 
-from arpc.agent.server.reply_window import ResultSizes
 from arpc.torchjit import ScriptFunction
+from arpc.transport.connection import SMALL_MESSAGE_BYTES
 from arpc.user_errors import is_a, type_name_of
 
 __all__ = [
@@ -21,6 +21,7 @@ __all__ = [
     "Mode",
     "Preparation",
     "Prompt",
+    "ResultSizes",
     "async_execution",
     "inline",
     "name_of",
@@ -34,6 +35,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 # A function that took less than this that many times in a row is quick
 _QUICK_S: Final = 20e-6
 _QUICK_CALLS: Final = 8
+_WEIGHT: Final = 8
+"""A function whose results become small counts as large for some more of them, about 30 after one of 4 MB."""
 
 Preparation = Callable[[Any, tuple[Any, ...], Mapping[str, Any] | None], "tuple[Any, tuple[Any, ...]]"]
 """What makes a call of something that is no function of Python's own ready to be sent: function and arguments.
@@ -84,6 +87,27 @@ class Quickness:
         else:
             self._calls = 0
             self.is_quick = False
+
+
+class ResultSizes:
+    """How large the results of a function have been of late, which is what tells how large the next one will be."""
+
+    __slots__ = ("are_large", "expected_bytes", "unsurprising_bytes")
+
+    def __init__(self) -> None:
+        self.expected_bytes = 0
+        self.are_large = False
+        self.unsurprising_bytes = -1
+        """A result of at most that size tells nothing new. Negative as long as they are not known to be small."""
+
+    def saw(self, size_bytes: int) -> None:
+        """Count a result."""
+        expected_bytes = self.expected_bytes
+        if size_bytes < expected_bytes:
+            size_bytes = expected_bytes - max(1, (expected_bytes - size_bytes) // _WEIGHT)
+        self.expected_bytes = size_bytes
+        self.are_large = size_bytes > SMALL_MESSAGE_BYTES
+        self.unsurprising_bytes = -1 if self.are_large else SMALL_MESSAGE_BYTES
 
 
 class Function:

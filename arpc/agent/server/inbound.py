@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from arpc.agent.client.deadlines import NEVER, Deadlines
 from arpc.agent.server.functions import Function
-from arpc.agent.server.reply_window import ReplyWindow
 from arpc.errors import ProtocolError
 from arpc.ids import WorkerInfo
 from arpc.transport.connection import BulkSend, Connection
 from arpc.wire.messages import Message
 
 if TYPE_CHECKING:
+    from arpc.agent.server.request_queue import RequestQueue
     from arpc.agent.server.run import Run
     from arpc.agent.server.thread_replies import ThreadReplies
 
@@ -45,15 +45,13 @@ class Inbound:
         """No more requests may run, or others wait already."""
         self.latest_id = -1
         """The last request that came: the same one again is a message that came twice."""
-        self.waiting: dict[int, tuple[Message, float]] = {}
-        """Requests that must wait, and since when."""
-        self._for_handlers: OrderedDict[int, None] = OrderedDict()
-        """Those of them that wait because too many others run, or its caller does not take small replies."""
-        self.reply_window: ReplyWindow | None = None
-        """Where requests wait whose results are likely to be large, from the first such on."""
+        self.waiting: dict[int, tuple[Message, int]] = {}
+        """Requests that must wait, and when they came, by the clock of `time.perf_counter_ns`."""
         self.waiting_bytes = 0
-        self.arrived_ns: dict[int, int] = {}
-        """When requests came, by id, while there is a meter."""
+        self.for_handlers: OrderedDict[int, None] = OrderedDict()
+        """Those of them that wait because too many others run, or its caller does not take small replies."""
+        self.queue: RequestQueue | None = None
+        """Lets them wait, from the first one on."""
         self._deadlines = deadlines
         self._time = connection.loop.time
         self._first_due = inf
@@ -79,44 +77,14 @@ class Inbound:
 
     def look_for_room(self) -> None:
         """See whether requests may run at once again."""
-        self.is_full = bool(self._for_handlers) or len(self.running) >= self.limit
+        self.is_full = bool(self.for_handlers) or len(self.running) >= self.limit
 
-    @property
-    def has_room_for_waiting(self) -> bool:
-        """A request waits for a handler that may have one now."""
-        return bool(self._for_handlers) and len(self.running) < self.limit
-
-    @property
-    def is_waited_for(self) -> bool:
-        """Requests wait, packed or not."""
-        return bool(self.waiting) or (self.reply_window is not None and self.reply_window.is_waited_for)
-
-    # -- requests that wait
-
-    def keep(self, message: Message) -> None:
-        """Keep a request packed for now, until `take_waiting`."""
-        self.waiting[message.id] = message, self._time()
-        self.waiting_bytes += message.size_bytes
-
-    def wait_for_handler(self, call_id: int) -> None:
-        """Let a request that is kept wait until others have ended."""
-        self._for_handlers[call_id] = None
-        self.is_full = True
-
-    def next_waiting(self) -> Message | None:
-        """The request that has waited longest for a handler."""
-        id_, _ = self._for_handlers.popitem(last=False)
-        self.look_for_room()
-        return self.take_waiting(id_)
-
-    def take_waiting(self, call_id: int) -> Message | None:
-        """A request that waits, with the time it has left; None if it was cancelled."""
-        message, since = self.waiting.pop(call_id, (None, 0.0))
+    def take_waiting(self, call_id: int) -> tuple[Message | None, int]:
+        """A request that waits, and when it came; None and 0 if it was cancelled."""
+        message, arrived_ns = self.waiting.pop(call_id, (None, 0))
         if message is not None:
             self.waiting_bytes -= message.size_bytes
-            if message.timeout_ms:
-                message.timeout_ms = max(1, message.timeout_ms - int((self._time() - since) * 1000))
-        return message
+        return message, arrived_ns
 
     # -- requests that run
 
@@ -177,9 +145,8 @@ class Inbound:
         run = self.running.get(call_id)
         if run is not None:
             run.cancel()
-        elif self.take_waiting(call_id) is not None:
-            self._for_handlers.pop(call_id, None)
-            self.arrived_ns.pop(call_id, None)
+        elif self.take_waiting(call_id)[0] is not None:
+            self.for_handlers.pop(call_id, None)
             self.look_for_room()
         elif (bulk := self._replies.pop(call_id, None)) is not None:
             self.connection.drop_bulk(bulk)  # the reply is on its way, and nobody wants it any more
@@ -205,8 +172,7 @@ class Inbound:
     def cancel_all(self) -> None:
         """The connection has ended."""
         self.waiting.clear()
-        self._for_handlers.clear()
-        self.arrived_ns.clear()
+        self.for_handlers.clear()
         self.waiting_bytes = 0
         self.look_for_room()
         for run in list(self.running.values()):

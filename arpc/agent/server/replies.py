@@ -65,8 +65,6 @@ class Replies:
         self._codec = host.codec
         self.calls_failed = 0
         self.calls_ended = 0
-        self.is_closed = False
-        """The worker shuts down: handlers that are cancelled now are cancelled for that reason."""
         self.tell_failure: Callable[[str, BaseException], None] | None = None
         """Told the name of each function that fails here, and what it raised."""
         self.meter: HandlerMeter | None = None
@@ -183,7 +181,7 @@ class Replies:
         host, connection = self._host, run.inbound.connection
         try:
             run.producer = Producer(
-                iterable, host.threads, partial(self.send_item, run), connection, host.window_bytes, run.credit
+                iterable, host.threads, partial(self.send_item, run), connection, host.options.window_bytes, run.credit
             )
         except BaseException as error:  # noqa: BLE001 - what is no iterable may raise anything when asked whether it is
             self.raised(run, error)
@@ -201,7 +199,7 @@ class Replies:
             host.launch(run)
             return
         run.inbound.register(run)
-        host.queue.window(run.inbound).enter(
+        host.queue_of(run.inbound).enter(
             function.results, lambda: None if run.ended else host.launch(run), in_thread=False
         )
 
@@ -253,7 +251,7 @@ class Replies:
         kind = FailureKind.REFUSED if run.is_refused else FailureKind.RAISED
         if is_cancelled:
             kind = FailureKind.TIMEOUT if run.expired else FailureKind.CANCELLED
-            if self.is_closed and not run.expired:
+            if self._host.is_closed and not run.expired:
                 kind = FailureKind.LEFT
             run.cancel_nested()
         if is_a(error, ProtocolError):
@@ -282,7 +280,6 @@ class Replies:
     def fail(self, inbound: Inbound, call_id: int, kind: FailureKind, error: Exception) -> None:
         """Answer a request of which there is no `Run`."""
         pickle, _ = describe_failure(error, self._codec.pickler, main_by_value=inbound.main_by_value)
-        inbound.arrived_ns.pop(call_id, None)
         with suppress(ConnectionClosedError):  # then the caller knows
             inbound.connection.send(frame(_FAILURE, kind, call_id, 0, 0, pickle))
 
@@ -302,8 +299,8 @@ class Replies:
         run.nested = None
         run.context = NO_CONTEXT
         self.calls_ended += 1
-        if self.meter is not None and (arrived_ns := inbound.arrived_ns.pop(run.id, 0)):
-            self.meter.handler_ended(inbound.caller.name, run.name, _now_ns() - arrived_ns)
+        if run.arrived_ns and self.meter is not None:
+            self.meter.handler_ended(inbound.caller.name, run.name, _now_ns() - run.arrived_ns)
         if run.is_registered:
             self._forget(run)
         tensors = content.tensors
@@ -330,7 +327,7 @@ class Replies:
         inbound = run.inbound
         inbound.forget(run)
         if inbound.waiting:
-            self._host.loop.call_soon(self._host.queue.readmit, inbound)
+            self._host.loop.call_soon(self._host.readmit, inbound)
 
     def _send_when_filled(
         self, run: Run, type_: int, flags: int, arg: int, content: Content, fail: Callable[[SerializationError], None]

@@ -10,10 +10,9 @@ from typing import TYPE_CHECKING, Any, Final, Protocol
 import msgspec
 
 from arpc import torchstate
-from arpc.agent.server.functions import Function
+from arpc.agent.server.functions import Function, ResultSizes
 from arpc.agent.server.inbound import Inbound
 from arpc.agent.server.producer import Producer
-from arpc.agent.server.reply_window import ResultSizes
 from arpc.agent.server.request_reader import prepare
 from arpc.ids import WorkerInfo
 from arpc.wire.messages import Message
@@ -98,6 +97,8 @@ class Run(msgspec.Struct):
     """Finds the name of what it asks for, if that is not its function: the method of a value."""
     handling: Any = None
     """What observers know of it, an `observers.Handling`; None if there are none."""
+    arrived_ns: int = 0
+    """When it came, if a meter or observers hear of it."""
     is_stream: bool = False
     credit: int = 0
     items_sent: int = 0
@@ -161,9 +162,7 @@ class Run(msgspec.Struct):
     def leave_window(self) -> None:
         """It has left its thread, or has no use for one."""
         self.is_counted = False
-        window = self.inbound.reply_window
-        assert window is not None
-        window.thread_ended()
+        self.host.queue_of(self.inbound).thread_ended()
 
     # -- calls it makes
 

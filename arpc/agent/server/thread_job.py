@@ -77,7 +77,7 @@ class ThreadJob(msgspec.Struct):
     def _postpone(self) -> None:
         """It came to a thread before it was known how large its result is likely to be."""
         if not self.run.ended:
-            self.run.host.queue.postpone(self)
+            self.run.host.queue_of(self.run.inbound).submit(self)
 
     def finish(self) -> None:
         """The loop does what is left to be done."""

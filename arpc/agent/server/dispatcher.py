@@ -116,8 +116,9 @@ class Dispatcher:
 
     def readmit(self, inbound: Inbound) -> None:
         """Requests of a connection may have room again."""
-        inbound.look_for_room()
-        if inbound.queue is not None:
+        if inbound.queue is None:
+            inbound.look_for_room()
+        else:
             inbound.queue.readmit()
 
     def start(self, inbound: Inbound, message: Message, arrived_ns: int = 0, *, is_counted: bool = False) -> None:
@@ -143,29 +144,26 @@ class Dispatcher:
     def launch(self, run: Run) -> None:
         """Run it in the way of its function."""
         mode = run.function.mode
+        if mode is not _COROUTINE:
+            # Arguments are built on the loop, to which interceptors belong; those of a coroutine in its first step
+            try:
+                if run.function.error is not None:
+                    raise run.function.error.with_traceback(None)
+                run.context.run(prepare, run)
+                mode = run.function.mode  # the function may have come with them, or has to wait for one of them
+                if mode is _UNKNOWN:
+                    raise ProtocolError(f"call {run.id} brings no function")
+            except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
+                self.replies.refused(run, error)
+                return
         if mode is _COROUTINE:
             self.tasks.start(run)
         elif mode is _THREAD:
             self._start_thread(run)
-        elif mode is _UNKNOWN:
-            self._find_function(run)
         elif mode is _INLINE or run.is_stream or run.creation is not None:
             self._run_inline(run)  # calling a generator function runs none of its code
         else:
             self.replies.refused(run, TypeError(f"{run.name} is a generator: call it with arpc.stream"))
-
-    def _find_function(self, run: Run) -> None:
-        """Run a function that came with its arguments, or say why there is none."""
-        try:
-            if run.function.error is not None:
-                raise run.function.error.with_traceback(None)
-            run.context.run(prepare, run)
-            if run.function.mode is _UNKNOWN:
-                raise ProtocolError(f"call {run.id} brings no function")
-        except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
-            self.replies.refused(run, error)
-        else:
-            self.launch(run)
 
     def refuse(self, link: Link, message: Message) -> None:
         """Answer a request that came too late: this worker is being closed."""
@@ -236,8 +234,6 @@ class Dispatcher:
     # -- ways to run
 
     def _run_inline(self, run: Run) -> None:
-        if not self._prepare(run):
-            return
         try:
             result = torchstate.call_isolated(run.context.run, run.call)
         except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
@@ -245,21 +241,7 @@ class Dispatcher:
         else:
             self.replies.returned(run, result)
 
-    def _prepare(self, run: Run) -> bool:
-        """Build the arguments on the loop, to which interceptors belong; False if that has settled how it goes on."""
-        try:
-            run.context.run(prepare, run)
-        except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
-            self.replies.raised(run, error)
-            return False
-        if run.function.mode is _COROUTINE:
-            self.tasks.start(run)  # it has to wait first
-            return False
-        return True
-
     def _start_thread(self, run: Run) -> None:
-        if not self._prepare(run):
-            return
         inbound, function = run.inbound, run.function
         inbound.register(run)
         job = ThreadJob(run)
@@ -268,8 +250,7 @@ class Dispatcher:
         else:
             if (
                 function.is_plain
-                and not (self.is_watched or run.is_stream)  # no meter or observer has to hear of its end
-                and run.handling is None
+                and not (self.is_watched or run.is_stream)  # no meter has to hear of its end
                 and (not run.meta or (run.creation is None and self.codec.replies_in_thread(run.meta)))
             ):
                 job.replies = inbound.thread_replies or self._share_writing(inbound)

@@ -138,18 +138,18 @@ class EagerTasks:
             # called from within a Task after all: no harm, only slower
             self._start_task(run)
             return
-        told: Callable[[Any, Any], None] | None = None
+        told: Callable[[Any, Any], None]
         try:
             waits_for = run.context.run(run.first_step)
         except StopIteration as stop:
             told, outcome = run.host.replies.returned, stop.value
         except BaseException as error:  # noqa: BLE001 - it is the caller's
             told, outcome = run.host.replies.raised, error
-        finally:
+        else:
             leave_task(loop, task)
-        if told is None:
             self._carry_on(run, waits_for)
             return
+        leave_task(loop, task)
         # The blocks it was in have ended with it. Left are the two things that people switch without a block.
         if not _is_grad_enabled() or _count_function_modes():
             torchstate.save_and_reset()

@@ -114,7 +114,10 @@ class Replies:
             # If it cannot be sent, the caller asks for the value, and that call says why
             with suppress(BaseException):
                 content = run.context.run(self.encode, run, answer, self._codec.reply_sent)
-        self.returned(run, content)  # with the metadata of interceptors, even if there is nothing else to send
+        if content is None and run.meta:
+            self._reply_in_context(run, self.encode, None)  # interceptors may have something to add
+        else:
+            self._end(run, _REPLY, 0, 0, content or _NOTHING)
 
     def encode(self, run: Run, result: Any, intercept: _Intercept | None = None) -> Content:
         """The content of a reply, or of an item of a stream. Called in any thread.

@@ -127,15 +127,13 @@ class EagerTasks:
     @torchstate.isolating_driver
     def start(self, run: Run) -> None:
         """Run a request, at once if possible. Must not be called from a Task. Torch's state must be pristine."""
-        if not self.idle:
-            self._start_task(run)
-            return
-        idle_task = self.idle[-1]
-        loop, task = self._loop, idle_task.task
+        loop = self._loop
         try:
+            idle_task = self.idle[-1]
+            task = idle_task.task
             enter_task(loop, task)
-        except RuntimeError:
-            # called from within a Task after all: no harm, only slower
+        except (IndexError, RuntimeError):
+            # There is none, or this was called from within a Task after all: no harm, only slower
             self._start_task(run)
             return
         told: Callable[[Any, Any], None]

@@ -147,6 +147,8 @@ class Run(msgspec.Struct):
         """Call the function."""
         prepare(self)
         args, kwargs = self.args, self.kwargs
+        if not (args or kwargs):
+            return self.function.call()
         # not kept: the code that runs may keep its scope, which is this, for as long as it likes
         self.args, self.kwargs = (), None
         return self.function.call(*args, **kwargs) if kwargs else self.function.call(*args)

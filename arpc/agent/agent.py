@@ -296,8 +296,6 @@ class Agent:
         self.meter = self.dispatcher.replies.meter = meter
         self._watchers_changed()
         self._wrap_sender()
-        for link in self.connector.links:
-            link.inbound.arrived_ns.clear()
 
     def observe(self, observer: Observer) -> None:
         """Tell an observer of every call and every handler that begins from now on."""
@@ -369,8 +367,7 @@ class Agent:
             return
         link.peer.drain()
         link.inbound.output_drained()
-        if link.inbound.is_full or link.inbound.is_waited_for:
-            self.dispatcher.queue.readmit(link.inbound)
+        self.dispatcher.readmit(link.inbound)
 
     # -- the end
 

@@ -24,6 +24,7 @@ from arpc.agent.client.pending_calls import SEQUENCE_BITS, Call
 from arpc.agent.peers.link import Link
 from arpc.agent.server.functions import Mode
 from arpc.agent.server.run import Run
+from arpc.agent.server.thread_job import ThreadJob
 from arpc.ids import WorkerInfo
 from arpc.private.asyncio import awaited_by
 from arpc.private.interpreter import frames_of_threads
@@ -262,8 +263,8 @@ def _frames_by_run() -> dict[int, list[str]]:
     for top in frames_of_threads().values():
         stack: list[str] = []
         for frame in _outwards(top):
-            if frame.f_code is Run.work.__code__:
-                found[id(frame.f_locals.get("self"))] = stack[::-1]
+            if frame.f_code is ThreadJob.work.__code__:
+                found[id(frame.f_locals["self"].run)] = stack[::-1]
                 break
             if not frame.f_code.co_filename.startswith(_OWN):
                 stack.append(_describe(frame, frame.f_lineno))

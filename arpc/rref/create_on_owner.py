@@ -90,7 +90,7 @@ class CreationHandlers:
         value = self.forks.creation_arrived(rref, fork, caller)
         if value is None:
             error = RRefError(f"the creation of RRef {_text(rref)} was given up by worker {caller.name!r}")
-            self.context.agent.dispatcher.refused(run, error)
+            self.context.agent.dispatcher.replies.refused(run, error)
             return None
         if not made and message.arg:  # a function that travels with its arguments has no name yet
             made = function.name

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+from abc import abstractmethod
 from collections.abc import Callable, Coroutine, Generator
 from itertools import dropwhile
 from types import CodeType, FrameType
@@ -20,7 +21,7 @@ from torch._C import (
 
 from arpc.torchstate.state import DEFAULTS, SavedState, capture, is_pristine, restore, save_and_reset, top_saved_hooks
 
-__all__ = ["Isolated", "Rooted", "is_isolated", "isolate", "isolating_driver"]
+__all__ = ["Isolated", "Rooted", "Wrapper", "is_isolated", "isolate", "isolating_driver"]
 
 T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
@@ -38,8 +39,8 @@ def isolating_driver(func: F) -> F:
     return func
 
 
-class _Swapping(Coroutine[Any, Any, T]):
-    """What all coroutines around another have in common that swap torch's thread-local state at every step.
+class Wrapper(Coroutine[Any, Any, T]):
+    """What all coroutines around another have in common that do something around each of its steps.
 
     Names, frames and the rest that debuggers and ``repr(task)`` read are those of the one inside.
     """
@@ -48,12 +49,10 @@ class _Swapping(Coroutine[Any, Any, T]):
 
     _coro: Coroutine[Any, Any, T]
     _send: Callable[[Any], Any]
-    _state: SavedState
 
-    @property
-    def state(self) -> SavedState:
-        """The coroutine's own torch state, as of its last suspension or its end."""
-        return self._state
+    @abstractmethod
+    def _step(self, resume: Callable[..., Any], *args: Any) -> Any:
+        """Resume the coroutine inside, in a way of its own. No frame may keep the arguments when it has ended."""
 
     def send(self, value: Any) -> Any:
         return self._step(self._send, value)
@@ -67,17 +66,6 @@ class _Swapping(Coroutine[Any, Any, T]):
 
     def close(self) -> None:
         self._step(self._coro.close)
-
-    @isolating_driver
-    def _step(self, resume: Callable[..., Any], *args: Any) -> Any:
-        base = save_and_reset()
-        restore(self._state)
-        try:
-            return resume(*args)
-        finally:
-            self._state = save_and_reset()
-            restore(base)
-            del self, args  # as in `throw`
 
     def __await__(self) -> Any:
         # Not a generator of ours: tools that follow cr_await must find the user's coroutine behind this object.
@@ -96,6 +84,30 @@ class _Swapping(Coroutine[Any, Any, T]):
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._coro!r}>"
+
+
+class _Swapping(Wrapper[T]):
+    """Swaps torch's thread-local state at every step."""
+
+    __slots__ = ()
+
+    _state: SavedState
+
+    @property
+    def state(self) -> SavedState:
+        """The coroutine's own torch state, as of its last suspension or its end."""
+        return self._state
+
+    @isolating_driver
+    def _step(self, resume: Callable[..., Any], *args: Any) -> Any:
+        base = save_and_reset()
+        restore(self._state)
+        try:
+            return resume(*args)
+        finally:
+            self._state = save_and_reset()
+            restore(base)
+            del self, args  # as in `throw`
 
 
 class Isolated(_Swapping[T]):

@@ -12,6 +12,8 @@ from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextvars import ContextVar
 from typing import Any, ParamSpec, Protocol, TypeVar
 
+from arpc.torchstate.isolated import Wrapper
+
 __all__ = ["AllSteps", "Stepped", "Steps", "call_stepped", "current_steps", "step_result"]
 
 P = ParamSpec("P")
@@ -56,43 +58,24 @@ def call_stepped(steps: Steps, function: Callable[P, T], /, *args: P.args, **kwa
         steps.leave(entered)
 
 
-class Stepped(Coroutine[Any, Any, T]):
-    """A coroutine around another, each of whose steps is one of ``steps``.
+class Stepped(Wrapper[T]):
+    """A coroutine around another, each of whose steps is one of ``steps``."""
 
-    What tools read of a coroutine is that of the one inside.
-    """
-
-    __slots__ = ("__weakref__", "_coro", "_steps")
+    __slots__ = ("__weakref__", "_coro", "_send", "_steps")
 
     def __init__(self, coro: Coroutine[Any, Any, T], steps: Steps) -> None:
         self._coro = coro
+        self._send = coro.send
         self._steps = steps
 
-    def send(self, value: Any) -> Any:
-        return call_stepped(self._steps, self._coro.send, value)
+    def _step(self, resume: Callable[..., Any], *args: Any) -> Any:
+        try:
+            return call_stepped(self._steps, resume, *args)
+        finally:
+            del self, args
 
     def __next__(self) -> Any:
-        return self.send(None)
-
-    def throw(self, *exception: Any) -> Any:
-        try:
-            return call_stepped(self._steps, self._coro.throw, *exception)
-        finally:
-            del exception  # as there
-
-    def close(self) -> None:
-        call_stepped(self._steps, self._coro.close)
-
-    def __await__(self) -> Stepped[T]:
-        return self
-
-    def __getattr__(self, name: str) -> Any:
-        if name in Stepped.__slots__:  # not initialised: __init__ was called wrongly
-            raise AttributeError(name)
-        return getattr(self._coro, name)
-
-    def __repr__(self) -> str:
-        return f"<Stepped {self._coro!r}>"
+        return self._step(self._send, None)
 
 
 def step_result(steps: Steps, result: Any) -> Any:

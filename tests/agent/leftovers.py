@@ -23,7 +23,6 @@ def leftovers(worker: Worker) -> dict[str, object]:
         caller = link.peer.info.name
         kept[f"handlers for {caller}"] = list(link.inbound.running)
         kept[f"requests of {caller} that wait"] = list(link.inbound.waiting)
-        kept[f"deadlines of handlers for {caller}"] = sum(map(len, link.inbound._by_tick.values()))
         kept[f"large tensors for {caller}"] = len(link.connection.bulk)
     kept["carriers with a handler"] = agent.dispatcher.tasks.statistics()["handlers_waiting"]
     kept["unfinished jobs of threads"] = agent.dispatcher.threads.statistics()["jobs_unfinished"]

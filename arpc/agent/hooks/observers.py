@@ -289,10 +289,10 @@ class Observers(Interceptor):
     # -- requests of peers
 
     def _accept(self, inbound: Inbound, message: Message) -> Handling:
-        function = inbound.functions.get(message.arg)
+        function = inbound.function_of(message)
         return _accept(
             peer=inbound.caller,
-            function=function.name if isinstance(function, Function) else MESSAGE_CLASSES[message.type].__name__,
+            function=MESSAGE_CLASSES[message.type].__name__ if function.mode is Mode.UNKNOWN else function.name,
             kind=kind_of(message.type, message.flags),
             id=message.id,
             received_bytes=HEADER_BYTES + message.size_bytes,

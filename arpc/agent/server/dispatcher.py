@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextvars import Context, copy_context
 from functools import partial
 from typing import Any, Final, Protocol
@@ -15,20 +15,19 @@ from arpc.agent.hooks.observers import Observers
 from arpc.agent.peers.link import Link
 from arpc.agent.scope import current_scope
 from arpc.agent.server.eager_tasks import EagerTasks
-from arpc.agent.server.functions import Function, HandOver, Mode, Prompt
+from arpc.agent.server.functions import NOT_KNOWN, Function, Mode, Prompt, ResultSizes
 from arpc.agent.server.inbound import Inbound
-from arpc.agent.server.producer import Producer
 from arpc.agent.server.replies import Replies
-from arpc.agent.server.reply_window import ResultSizes
 from arpc.agent.server.request_queue import RequestQueue
-from arpc.agent.server.request_reader import unpack
+from arpc.agent.server.request_reader import prepare
 from arpc.agent.server.returned_futures import await_future
 from arpc.agent.server.run import Creation, Run
+from arpc.agent.server.thread_job import ThreadJob
 from arpc.agent.server.thread_pool import ThreadPool
 from arpc.agent.server.thread_replies import ThreadReplies
 from arpc.errors import ProtocolError, ShutdownError
 from arpc.options import RpcOptions
-from arpc.user_errors import close_coroutine, is_a, is_coroutine
+from arpc.user_errors import is_coroutine
 from arpc.wire.messages import FailureKind, Message, RequestFlag
 
 __all__ = ["CreationService", "Dispatcher"]
@@ -36,10 +35,9 @@ __all__ = ["CreationService", "Dispatcher"]
 _COROUTINE: Final = Mode.COROUTINE
 _THREAD: Final = Mode.THREAD
 _INLINE: Final = Mode.INLINE
+_UNKNOWN: Final = Mode.UNKNOWN
 _STREAM: Final = int(RequestFlag.STREAM)
-_set_scope = current_scope.set
 _now_ns = time.perf_counter_ns
-
 
 _Handle = Callable[[Link, Message], None]
 
@@ -77,10 +75,12 @@ class Dispatcher:
         self.threads = ThreadPool(loop, options.num_worker_threads, name)
         self.tasks = EagerTasks(loop, name)
         self.observers = observers
-        self.queue = RequestQueue(self, options)
-        self.replies = Replies(loop, codec, observers, self.queue.readmit)
+        self.options = options
+        self.replies = Replies(self)
         self._copy_context = context.copy
-        self._window_bytes = options.window_bytes
+        self.calls_refused = 0
+        self.is_closed = False
+        """The worker shuts down: handlers that are cancelled now are cancelled for that reason."""
         self.is_watched = False
         """A meter or observers hear of every request."""
 
@@ -96,69 +96,66 @@ class Dispatcher:
         if message.id == inbound.latest_id:
             return  # it came twice, and runs once
         inbound.latest_id = message.id
-        if self.is_watched:
-            self._note_arrival(inbound, message)
         function = inbound.functions.get(message.arg)
         if (
-            function.__class__ is not Function
+            function is None
             or function.results.are_large
             or inbound.is_full
             or inbound.connection.is_congested
             or message.flags & _STREAM
         ):
-            self.queue.admit(inbound, message)
+            self.queue_of(inbound).admit(message)
         else:
-            self._launch(self._run(inbound, function, message))
+            self.launch(self._run(inbound, function, message))
 
-    def _note_arrival(self, inbound: Inbound, message: Message) -> None:
-        if self.replies.meter is not None:
-            inbound.arrived_ns[message.id] = _now_ns()
-        if self.observers.installed:
-            self.observers.accepted(inbound, message)
+    def queue_of(self, inbound: Inbound) -> RequestQueue:
+        """Where requests of a connection wait."""
+        if inbound.queue is None:
+            inbound.queue = RequestQueue(self, inbound)
+        return inbound.queue
 
-    def start(self, inbound: Inbound, message: Message, *, is_counted: bool = False) -> None:
-        """Run a call now. ``is_counted``: the reply window has let it go to a thread."""
-        function = inbound.functions.get(message.arg)
-        run = self._run(inbound, function if isinstance(function, Function) else _UNKNOWN, message)
+    def readmit(self, inbound: Inbound) -> None:
+        """Requests of a connection may have room again."""
+        if inbound.queue is None:
+            inbound.look_for_room()
+        else:
+            inbound.queue.readmit()
+
+    def start(self, inbound: Inbound, message: Message, arrived_ns: int = 0, *, is_counted: bool = False) -> None:
+        """Run a call now. ``is_counted``: there is room for its large result, and it may go to a thread."""
+        run = self._run(inbound, inbound.function_of(message), message, arrived_ns)
         run.is_stream = bool(message.flags & _STREAM)
         run.is_counted = is_counted
-        self._start(run, function, message)
+        self.launch(run)
         if run.is_counted and (run.ended or run.function.mode is not _THREAD):
             run.leave_window()  # its arguments could not be unpacked, or have to be waited for
 
-    def _run(self, inbound: Inbound, function: Function, message: Message) -> Run:
-        """A request, as the scope of its context."""
-        context = self._copy_context()
+    def _run(self, inbound: Inbound, function: Function, message: Message, arrived_ns: int = 0) -> Run:
+        """A request, with a context of its own. ``arrived_ns``: when it came, if it has waited since."""
         content = message if message.body else None
-        run = Run(self, inbound, function, message.id, message.timeout_ms, context, content)
-        context.run(_set_scope, run)
+        run = Run(self, inbound, function, message.id, message.timeout_ms, self._copy_context(), content)
         if self.is_watched:
-            self._watch(run, message)
+            run.arrived_ns = arrived_ns or _now_ns()
+            if self.observers.installed:
+                run.context.run(current_scope.set, run)  # observers look for it
+                self.observers.watch(run, message)
         return run
 
-    def _watch(self, run: Run, message: Message) -> None:
-        if self.replies.meter is not None:
-            run.inbound.arrived_ns.setdefault(run.id, _now_ns())  # unless it has waited since
-        if self.observers.installed:
-            self.observers.watch(run, message)
-
-    def _start(self, run: Run, function: Function | Exception | None, message: Message) -> None:
-        """Run what a request names: a function that is known, or one that came with its arguments."""
-        if not isinstance(function, Function):
-            try:
-                if function is not None:
-                    raise function.with_traceback(None)
-                if message.arg:
-                    raise ProtocolError(f"call {message.id} of function {message.arg}, which was never sent")
-                run.context.run(unpack, run, message)
-            except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
-                self.refused(run, error)
-                return
-        self._launch(run)
-
-    def _launch(self, run: Run) -> None:
+    def launch(self, run: Run) -> None:
         """Run it in the way of its function."""
         mode = run.function.mode
+        if mode is not _COROUTINE:
+            # Arguments are built on the loop, to which interceptors belong; those of a coroutine in its first step
+            try:
+                if run.function.error is not None:
+                    raise run.function.error.with_traceback(None)
+                run.context.run(prepare, run)
+                mode = run.function.mode  # the function may have come with them, or has to wait for one of them
+                if mode is _UNKNOWN:
+                    raise ProtocolError(f"call {run.id} brings no function")
+            except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
+                self.replies.refused(run, error)
+                return
         if mode is _COROUTINE:
             self.tasks.start(run)
         elif mode is _THREAD:
@@ -166,7 +163,7 @@ class Dispatcher:
         elif mode is _INLINE or run.is_stream or run.creation is not None:
             self._run_inline(run)  # calling a generator function runs none of its code
         else:
-            self.refused(run, TypeError(f"{run.name} is a generator: call it with arpc.stream"))
+            self.replies.refused(run, TypeError(f"{run.name} is a generator: call it with arpc.stream"))
 
     def refuse(self, link: Link, message: Message) -> None:
         """Answer a request that came too late: this worker is being closed."""
@@ -175,7 +172,7 @@ class Dispatcher:
 
     def reject(self, link: Link, message: Message, error: Exception) -> None:
         """Answer a request with an error; nothing of it is looked at."""
-        self.refused(self._run(link.inbound, _UNKNOWN, message), error)
+        self.replies.refused(self._run(link.inbound, NOT_KNOWN, message), error)
 
     # -- messages of features
 
@@ -188,7 +185,7 @@ class Dispatcher:
         served.is_service = True
 
         def handle(link: Link, message: Message) -> None:
-            self._launch(self._run(link.inbound, served, message))
+            self.launch(self._run(link.inbound, served, message))
 
         return handle
 
@@ -201,21 +198,20 @@ class Dispatcher:
 
         def handle(link: Link, message: Message) -> None:
             inbound = link.inbound
-            function = inbound.functions.get(message.arg)
-            run = self._run(inbound, function if isinstance(function, Function) else _UNKNOWN, message)
+            run = self._run(inbound, inbound.function_of(message), message)
             run.results = kept
             try:
                 run.meta = self.codec.metadata(message)
                 creation = service.admit(run, message)
             except ProtocolError as error:
-                self.refused(run, error)
+                self.replies.refused(run, error)
                 return
             if creation is None:
                 return
             run.creation = creation
             if not run.meta and run.handling is None and message.meta_end == len(message.body):
                 run.message = None  # it had the feature's own metadata alone: there is nothing to unpack
-            self._start(run, function, message)
+            self.launch(run)
 
         return handle
 
@@ -238,138 +234,40 @@ class Dispatcher:
     # -- ways to run
 
     def _run_inline(self, run: Run) -> None:
-        if run.message is not None and not self._unpack(run, run.message):
-            return
         try:
             result = torchstate.call_isolated(run.context.run, run.call)
         except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
-            self.raised(run, error)
+            self.replies.raised(run, error)
         else:
-            self.returned(run, result)
-
-    def _unpack(self, run: Run, message: Message) -> bool:
-        """Unpack the arguments on the loop, to which interceptors belong; False if that has settled how it goes on."""
-        try:
-            run.context.run(unpack, run, message)
-        except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
-            self.raised(run, error)
-            return False
-        if run.awaited_first is not None:
-            self.tasks.start(run)
-            return False
-        return True
+            self.replies.returned(run, result)
 
     def _start_thread(self, run: Run) -> None:
-        if run.message is not None and not self._unpack(run, run.message):
-            return
         inbound, function = run.inbound, run.function
         inbound.register(run)
-        if run.is_counted:
-            self.queue.submit_counted(run)
-            return
-        if function.results.are_large:
-            self.queue.postpone(run)
-            return
-        if (
-            function.is_plain
-            and not (self.is_watched or run.is_stream)  # no meter or observer has to hear of its end
-            and run.handling is None
-            and (not run.meta or (run.creation is None and self.codec.replies_in_thread(run.meta)))
-        ):
-            run.thread_replies = inbound.thread_replies or self._share_writing(inbound)
-        self.threads.submit(run.work, function.quickness.is_quick, not inbound.connection.is_reading)
+        job = ThreadJob(run)
+        if run.is_counted or function.results.are_large:
+            self.queue_of(inbound).submit(job)
+        else:
+            if (
+                function.is_plain
+                and not (self.is_watched or run.is_stream)  # no meter has to hear of its end
+                and (not run.meta or (run.creation is None and self.codec.replies_in_thread(run.meta)))
+            ):
+                job.replies = inbound.thread_replies or self._share_writing(inbound)
+            self.threads.submit(job.work, function.quickness.is_quick, not inbound.connection.is_reading)
 
     def _share_writing(self, inbound: Inbound) -> ThreadReplies | None:
         """Where threads put the answers to a connection's requests; None if it can be written by the loop alone."""
         write_lock = inbound.connection.share_writing()
         if write_lock is not None:
-            encode, readmit = self.replies.encode_in_thread, self.queue.readmit
-            inbound.thread_replies = ThreadReplies(inbound, write_lock, encode, readmit)
+            encode = partial(self.replies.encode, intercept=self.codec.reply_sent_in_thread)
+            inbound.thread_replies = ThreadReplies(inbound, write_lock, encode, self.readmit)
         return inbound.thread_replies
-
-    def returned(self, run: Run, result: Any) -> None:
-        """A function has returned."""
-        function = run.function
-        if function.returns_future:
-            self._carry(run, partial(await_future, result, run.name))
-        elif type(result) is HandOver:
-            self._hand_over(run, result)
-        elif function.mode is not _COROUTINE and is_coroutine(result):
-            # a plain function that hands out a coroutine means it to be awaited
-            run.returned_coroutine = result
-            self._carry(run, lambda: result)
-        elif run.creation is not None:
-            answer = run.creation.answer(run, result)
-            run.keep(result)
-            self.replies.created(run, answer)
-        elif not run.is_stream:
-            self.replies.returned(run, result)
-        elif run.producer is None:
-            self._produce(run, result)
-        else:
-            self.replies.stream_ended(run)
-
-    def raised(self, run: Run, error: BaseException) -> None:
-        """A function has raised, or what leads to it."""
-        if run.returned_coroutine is not None:
-            close_coroutine(run.returned_coroutine)  # it may never have begun
-        creation = run.creation
-        if creation is None or run.ended:
-            self.replies.raised(run, error)
-            return
-        run.creation = None
-        if run.is_refused or is_a(error, asyncio.CancelledError):
-            creation.not_made(error)
-            self.replies.raised(run, error)
-        else:
-            creation.failed(error)
-            self.replies.returned(run, None)
-
-    def refused(self, run: Run, error: BaseException) -> None:
-        """Answer a request with an error that came up before its function was called."""
-        run.is_refused = True
-        self.raised(run, error)
-
-    def _hand_over(self, run: Run, to: HandOver) -> None:
-        """Run another function in the place of one that has returned so."""
-        function, run.args, run.kwargs = to
-        run.coroutine = run.task = None
-        run.function = function if run.handling is None else self.observers.handed_over(run, function)
-        if not function.results.are_large or function.mode is _THREAD or run.creation is not None:
-            self._launch(run)
-            return
-        run.inbound.register(run)
-        self.queue.window(run.inbound).enter(
-            function.results, lambda: None if run.ended else self._launch(run), in_thread=False
-        )
-
-    def _produce(self, run: Run, iterable: Any) -> None:
-        """Send the items of something to iterate over; the sending is a coroutine in the handler's place."""
-        try:
-            producer = run.producer = Producer(
-                iterable,
-                self.threads,
-                lambda item: self.replies.send_item(run, item),
-                run.inbound.connection,
-                self._window_bytes,
-            )
-        except BaseException as error:  # noqa: BLE001 - what is no iterable may raise anything when asked whether it is
-            self.raised(run, error)
-            return
-        producer.add_credit(run.credit)
-        run.inbound.register(run)
-        self._carry(run, producer.produce)
-
-    def _carry(self, run: Run, call: Callable[[], Coroutine[Any, Any, Any]]) -> None:
-        run.coroutine = None
-        run.args = run.kwargs = None
-        run.function = Function.of_coroutine(call, run.function.name, run.function.results)
-        self.tasks.start(run)
 
     # -- the end of the worker
 
     async def aclose(self) -> None:
-        self.queue.is_closed = self.replies.is_closed = True
+        self.is_closed = True
         await self.tasks.aclose()
         # after the tasks: generators that were stopped are closed in a thread
         self.threads.close()
@@ -378,14 +276,7 @@ class Dispatcher:
         return {
             "calls_handled": self.calls_handled,
             "calls_failed": self.replies.calls_failed,
-            "calls_refused": self.queue.calls_refused,
+            "calls_refused": self.calls_refused,
             **self.threads.statistics(),
             **self.tasks.statistics(),
         }
-
-
-def _unknown_function() -> None:
-    """Stands in the error reply of a call whose function could not be found."""
-
-
-_UNKNOWN: Final = Function(_unknown_function)

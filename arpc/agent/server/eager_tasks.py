@@ -127,29 +127,27 @@ class EagerTasks:
     @torchstate.isolating_driver
     def start(self, run: Run) -> None:
         """Run a request, at once if possible. Must not be called from a Task. Torch's state must be pristine."""
-        if not self.idle:
-            self._start_task(run)
-            return
-        idle_task = self.idle[-1]
-        loop, task = self._loop, idle_task.task
+        loop = self._loop
         try:
+            idle_task = self.idle[-1]
+            task = idle_task.task
             enter_task(loop, task)
-        except RuntimeError:
-            # called from within a Task after all: no harm, only slower
+        except (IndexError, RuntimeError):
+            # There is none, or this was called from within a Task after all: no harm, only slower
             self._start_task(run)
             return
-        told: Callable[[Any, Any], None] | None = None
+        told: Callable[[Any, Any], None]
         try:
             waits_for = run.context.run(run.first_step)
         except StopIteration as stop:
-            told, outcome = run.host.returned, stop.value
+            told, outcome = run.host.replies.returned, stop.value
         except BaseException as error:  # noqa: BLE001 - it is the caller's
-            told, outcome = run.host.raised, error
-        finally:
+            told, outcome = run.host.replies.raised, error
+        else:
             leave_task(loop, task)
-        if told is None:
             self._carry_on(run, waits_for)
             return
+        leave_task(loop, task)
         # The blocks it was in have ended with it. Left are the two things that people switch without a block.
         if not _is_grad_enabled() or _count_function_modes():
             torchstate.save_and_reset()
@@ -222,12 +220,12 @@ class EagerTasks:
 
     def _start_task(self, run: Run) -> None:
         if self._closed:
-            run.host.raised(run, asyncio.CancelledError())
+            run.host.replies.raised(run, asyncio.CancelledError())
             return
 
         def never_ran(task: asyncio.Task[Any]) -> None:
             if task.cancelled() and run.coroutine is None:
-                run.host.raised(run, asyncio.CancelledError())
+                run.host.replies.raised(run, asyncio.CancelledError())
 
         self.carried += 1
         run.task = self._own(asyncio.Task(self._finish(run, _drive(run, _NOT_BEGUN)), loop=self._loop))
@@ -241,9 +239,9 @@ class EagerTasks:
         try:
             result = await steps
         except BaseException as error:  # noqa: BLE001 - thrown in by the Task, for the coroutine
-            _tell(run.host.raised, run, error)
+            _tell(run.host.replies.raised, run, error)
         else:
-            _tell(run.host.returned, run, result)
+            _tell(run.host.replies.returned, run, result)
 
     async def aclose(self) -> None:
         """Cancel whatever is carried, and wait for its end, but not for ever: a handler may refuse to be cancelled."""

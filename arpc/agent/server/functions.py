@@ -9,17 +9,19 @@ from functools import partial
 from types import FunctionType
 from typing import Any, Final, NamedTuple, TypeVar
 
-from arpc.agent.server.reply_window import ResultSizes
 from arpc.torchjit import ScriptFunction
+from arpc.transport.connection import SMALL_MESSAGE_BYTES
 from arpc.user_errors import is_a, type_name_of
 
 __all__ = [
     "NAMING",
+    "NOT_KNOWN",
     "Function",
     "HandOver",
     "Mode",
     "Preparation",
     "Prompt",
+    "ResultSizes",
     "async_execution",
     "inline",
     "name_of",
@@ -33,6 +35,8 @@ F = TypeVar("F", bound=Callable[..., Any])
 # A function that took less than this that many times in a row is quick
 _QUICK_S: Final = 20e-6
 _QUICK_CALLS: Final = 8
+_WEIGHT: Final = 8
+"""A function whose results become small counts as large for some more of them, about 30 after one of 4 MB."""
 
 Preparation = Callable[[Any, tuple[Any, ...], Mapping[str, Any] | None], "tuple[Any, tuple[Any, ...]]"]
 """What makes a call of something that is no function of Python's own ready to be sent: function and arguments.
@@ -61,6 +65,8 @@ class Mode(Enum):
     ASYNC_GENERATOR = auto()
     GENERATOR = auto()
     """Streams. The generator's steps run in the thread pool."""
+    UNKNOWN = auto()
+    """It comes with the arguments of its call, or cannot be called at all."""
 
 
 class Quickness:
@@ -83,6 +89,27 @@ class Quickness:
             self.is_quick = False
 
 
+class ResultSizes:
+    """How large the results of a function have been of late, which is what tells how large the next one will be."""
+
+    __slots__ = ("are_large", "expected_bytes", "unsurprising_bytes")
+
+    def __init__(self) -> None:
+        self.expected_bytes = 0
+        self.are_large = False
+        self.unsurprising_bytes = -1
+        """A result of at most that size tells nothing new. Negative as long as they are not known to be small."""
+
+    def saw(self, size_bytes: int) -> None:
+        """Count a result."""
+        expected_bytes = self.expected_bytes
+        if size_bytes < expected_bytes:
+            size_bytes = expected_bytes - max(1, (expected_bytes - size_bytes) // _WEIGHT)
+        self.expected_bytes = size_bytes
+        self.are_large = size_bytes > SMALL_MESSAGE_BYTES
+        self.unsurprising_bytes = -1 if self.are_large else SMALL_MESSAGE_BYTES
+
+
 class Function:
     """A callable, and how to run it."""
 
@@ -97,10 +124,14 @@ class Function:
         self.returns_future = returns_futures(call)
         # nothing but a function to be called in a thread
         self.is_plain = self.mode is Mode.THREAD and not self.returns_future
+        # what its coroutine returns is the result, whatever that is
+        self.is_final = self.mode is Mode.COROUTINE and not self.returns_future
         self.quickness = Quickness()
         self.results = ResultSizes()
         # It is the runtime's own, and serves the messages of one class
         self.is_service = False
+        # Why it cannot be called
+        self.error: Exception | None = None
         # A ScriptModule that it returns stays where it is, and is never copied elsewhere
         self.keeps_modules = getattr(call, "keeps_modules", False) is True
 
@@ -109,6 +140,14 @@ class Function:
         made = Function.__new__(Function)
         made.__dict__.update(self.__dict__)
         made.call = call
+        return made
+
+    @staticmethod
+    def unknown(error: Exception | None = None) -> Function:
+        """Stands for a function that is not known: it comes with its call, or cannot be called because of an error."""
+        made = NOT_KNOWN.like(_unknown)
+        made.results = ResultSizes()
+        made.error = error
         return made
 
     @staticmethod
@@ -230,4 +269,11 @@ def async_execution(function: F) -> F:
     return function
 
 
+def _unknown() -> None:
+    """Stands in the error reply of a call whose function could not be found."""
+
+
 _SOME_COROUTINE: Final = Function(_some_coroutine)
+NOT_KNOWN: Final = Function(_unknown)
+"""See `Function.unknown`."""
+NOT_KNOWN.mode = Mode.UNKNOWN

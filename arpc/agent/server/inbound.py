@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from typing import TYPE_CHECKING
+from math import inf
+from typing import TYPE_CHECKING, Final
 
 from arpc.agent.client.deadlines import NEVER, Deadlines
 from arpc.agent.server.functions import Function
-from arpc.agent.server.reply_window import ReplyWindow, ResultSizes
+from arpc.errors import ProtocolError
 from arpc.ids import WorkerInfo
 from arpc.transport.connection import BulkSend, Connection
-from arpc.wire.messages import Message, RequestFlag
+from arpc.wire.messages import Message
 
 if TYPE_CHECKING:
+    from arpc.agent.server.request_queue import RequestQueue
     from arpc.agent.server.run import Run
     from arpc.agent.server.thread_replies import ThreadReplies
 
 __all__ = ["Inbound"]
+
+_PAUSE_S: Final = 5e-6
+"""For each request that runs, so long is waited between two looks for those that have expired."""
 
 
 class Inbound:
@@ -34,8 +39,8 @@ class Inbound:
         self.connection = connection
         self.caller = caller
         self.main_by_value = main_by_value
-        self.functions: dict[int, Function | Exception] = {}
-        """By number; an exception says why a function cannot be called."""
+        self.functions = {0: Function.unknown()}
+        """By number. Those that come with their arguments have none, and share what is known of their results."""
         self.limit = max_handlers
         """How many requests may run at once."""
         self.running: dict[int, Run] = {}
@@ -43,36 +48,30 @@ class Inbound:
         """No more requests may run, or others wait already."""
         self.latest_id = -1
         """The last request that came: the same one again is a message that came twice."""
-        self.waiting: dict[int, tuple[Message, float]] = {}
-        """Requests that must wait, and since when."""
-        self._for_handlers: OrderedDict[int, None] = OrderedDict()
-        """Those of them that wait because too many others run, or its caller does not take small replies."""
-        self.reply_window: ReplyWindow | None = None
-        """Where requests wait whose results are likely to be large, from the first such on."""
-        self.results_by_value = ResultSizes()
-        """Those of functions that come with their arguments, of which none is known to have been called before."""
+        self.waiting: dict[int, tuple[Message, int]] = {}
+        """Requests that must wait, and when they came, by the clock of `time.perf_counter_ns`."""
         self.waiting_bytes = 0
-        self.arrived_ns: dict[int, int] = {}
-        """When requests came, by id, while there is a meter."""
+        self.for_handlers: OrderedDict[int, None] = OrderedDict()
+        """Those of them that wait because too many others run, or its caller does not take small replies."""
+        self.queue: RequestQueue | None = None
+        """Lets them wait, from the first one on."""
         self._deadlines = deadlines
         self._time = connection.loop.time
-        self._by_tick: dict[int, dict[int, Run]] = {}
-        self._usual_ms = 0
-        self._usual_tick = NEVER
-        self._usual_until = 0.0
-        self._usual_bucket: dict[int, Run] = {}
+        self._first_due = inf
+        """When to look for requests that have expired: none has before that, or only just."""
+        self._tick = NEVER
+        """When to look for those that expire; some time after `_first_due`."""
         self._replies: dict[int, BulkSend] = {}
         self.thread_replies: ThreadReplies | None = None
         """Where threads put what they answer without the loop, from the first time that one could."""
 
-    def results_of(self, message: Message) -> ResultSizes | None:
-        """The results of what a request calls; None if it does not wait for these to be taken."""
-        if message.flags & RequestFlag.STREAM:
-            return None  # it has a window of its own
+    def function_of(self, message: Message) -> Function:
+        """The function that a request calls."""
         function = self.functions.get(message.arg)
-        if function.__class__ is Function:
-            return function.results
-        return None if message.arg else self.results_by_value
+        if function is None:
+            text = f"call {message.id} of function {message.arg}, which was never sent"
+            return Function.unknown(ProtocolError(text))
+        return function
 
     def set_limit(self, max_handlers: int) -> None:
         """Let that many requests run at once."""
@@ -81,44 +80,14 @@ class Inbound:
 
     def look_for_room(self) -> None:
         """See whether requests may run at once again."""
-        self.is_full = bool(self._for_handlers) or len(self.running) >= self.limit
+        self.is_full = bool(self.for_handlers) or len(self.running) >= self.limit
 
-    @property
-    def has_room_for_waiting(self) -> bool:
-        """A request waits for a handler that may have one now."""
-        return bool(self._for_handlers) and len(self.running) < self.limit
-
-    @property
-    def is_waited_for(self) -> bool:
-        """Requests wait, packed or not."""
-        return bool(self.waiting) or (self.reply_window is not None and self.reply_window.is_waited_for)
-
-    # -- requests that wait
-
-    def keep(self, message: Message) -> None:
-        """Keep a request packed for now, until `take_waiting`."""
-        self.waiting[message.id] = message, self._time()
-        self.waiting_bytes += message.size_bytes
-
-    def wait_for_handler(self, call_id: int) -> None:
-        """Let a request that is kept wait until others have ended."""
-        self._for_handlers[call_id] = None
-        self.is_full = True
-
-    def next_waiting(self) -> Message | None:
-        """The request that has waited longest for a handler."""
-        id_, _ = self._for_handlers.popitem(last=False)
-        self.look_for_room()
-        return self.take_waiting(id_)
-
-    def take_waiting(self, call_id: int) -> Message | None:
-        """A request that waits, with the time it has left; None if it was cancelled."""
-        message, since = self.waiting.pop(call_id, (None, 0.0))
+    def take_waiting(self, call_id: int) -> tuple[Message | None, int]:
+        """A request that waits, and when it came; None and 0 if it was cancelled."""
+        message, arrived_ns = self.waiting.pop(call_id, (None, 0))
         if message is not None:
             self.waiting_bytes -= message.size_bytes
-            if message.timeout_ms:
-                message.timeout_ms = max(1, message.timeout_ms - int((self._time() - since) * 1000))
-        return message
+        return message, arrived_ns
 
     # -- requests that run
 
@@ -130,69 +99,58 @@ class Inbound:
 
     def register(self, run: Run) -> None:
         """Keep a request that did not end at once, so that it can be cancelled and expire."""
-        if run.is_registered:
-            return
         run.is_registered = True
         running = self.running
         running[run.id] = run
         if len(running) >= self.limit:
             self.is_full = True
-        timeout_ms = run.timeout_ms
-        if timeout_ms:
-            now = self._time()
-            if timeout_ms != self._usual_ms or now >= self._usual_until:
-                self._find_tick(timeout_ms, now)
-            run.bucket = bucket = self._usual_bucket
-            bucket[run.id] = run
-            if run.due is None:
-                run.due = now + timeout_ms / 1000
+        if run.timeout_ms:
+            due = run.due
+            if due is None:
+                due = run.due = self._time() + run.timeout_ms / 1000
+            if due < self._first_due:
+                self._look_for_expired(due)
 
-    def _find_tick(self, timeout_ms: int, now: float) -> None:
-        """Requests of about the same time with the same timeout share a tick: find it once for all."""
-        timeout_s = timeout_ms / 1000
-        self._usual_ms = timeout_ms
-        self._usual_tick = tick = self._deadlines.tick(now, timeout_s)
-        self._usual_until = self._deadlines.time_of(tick) - timeout_s
-        bucket = self._by_tick.get(tick)
-        if bucket is None:
-            bucket = self._by_tick[tick] = {}
-            self._deadlines.watch(tick, self)
-        self._usual_bucket = bucket
+    def _look_for_expired(self, due: float) -> None:
+        """Look for requests that have expired once that time has passed. Most will have ended before."""
+        deadlines, now = self._deadlines, self._time()
+        deadlines.unwatch(self._tick, self)
+        self._first_due = due
+        self._tick = deadlines.tick(now, due - now)
+        deadlines.watch(self._tick, self)
+
+    def expire(self, tick: int) -> None:
+        """End the requests whose deadline has passed, and find out when the next one will."""
+        now = self._time()
+        self._first_due = next_due = inf
+        for run in list(self.running.values()):
+            if run.due is None or run.expired:
+                continue  # it has no deadline, or has been cancelled for it and goes on
+            if run.due <= now:
+                run.expire()
+            else:
+                next_due = min(next_due, run.due)
+        if next_due < self._first_due:
+            # Each look goes over all that run: with thousands of them it must not become all that the loop does
+            self._look_for_expired(max(next_due, now + _PAUSE_S * len(self.running)))
 
     def claim(self, run: Run) -> bool:
         """Take a request out; True for the one that does, which then answers it. Called in any thread."""
-        id_ = run.id
-        if self.running.pop(id_, None) is not run:
-            return False
-        if run.bucket is not None:
-            run.bucket.pop(id_, None)
-        return True
+        return self.running.pop(run.id, None) is run
 
     def forget(self, run: Run) -> None:
         """A request has been answered."""
         self.running.pop(run.id, None)
         if self.is_full:
             self.look_for_room()
-        if run.bucket is not None:
-            run.bucket.pop(run.id, None)
-
-    def expire(self, tick: int) -> None:
-        if tick == self._usual_tick:
-            self._usual_ms = 0
-        bucket = self._by_tick.pop(tick, {})
-        expired = list(bucket.values())
-        bucket.clear()  # they refer to it
-        for run in expired:
-            run.expire()
 
     def cancel(self, call_id: int) -> None:
         """The caller does not want a request any more, or its answer."""
         run = self.running.get(call_id)
         if run is not None:
             run.cancel()
-        elif self.take_waiting(call_id) is not None:
-            self._for_handlers.pop(call_id, None)
-            self.arrived_ns.pop(call_id, None)
+        elif self.take_waiting(call_id)[0] is not None:
+            self.for_handlers.pop(call_id, None)
             self.look_for_room()
         elif (bulk := self._replies.pop(call_id, None)) is not None:
             self.connection.drop_bulk(bulk)  # the reply is on its way, and nobody wants it any more
@@ -218,12 +176,10 @@ class Inbound:
     def cancel_all(self) -> None:
         """The connection has ended."""
         self.waiting.clear()
-        self._for_handlers.clear()
-        self.arrived_ns.clear()
+        self.for_handlers.clear()
         self.waiting_bytes = 0
         self.look_for_room()
         for run in list(self.running.values()):
             run.cancel()
         # nobody waits for those that go on, and a deadline may be far away: until then it would keep the connection
-        for tick in self._by_tick:
-            self._deadlines.unwatch(tick, self)
+        self._deadlines.unwatch(self._tick, self)

@@ -31,9 +31,15 @@ class Producer:
     """The callee's end: takes items from a generator when there is credit, and sends them."""
 
     def __init__(
-        self, iterable: Any, threads: ThreadPool, send: Callable[[Any], int], connection: Connection, window_bytes: int
+        self,
+        iterable: Any,
+        threads: ThreadPool,
+        send: Callable[[Any], int],
+        connection: Connection,
+        window_bytes: int,
+        credit: int,
     ) -> None:
-        """``send`` returns how many bytes it has sent."""
+        """``send`` returns how many bytes it has sent; ``credit`` is how many items the consumer takes at first."""
         self._is_async = hasattr(iterable, "__aiter__")
         if not self._is_async and not hasattr(iterable, "__iter__"):
             raise TypeError(f"a stream needs something to iterate over, not {type_name_of(iterable)}")
@@ -43,7 +49,7 @@ class Producer:
         self._connection = connection
         self._window_bytes = window_bytes
         self._has_large_items = False
-        self._credit = 0
+        self._credit = credit
         self._woken = asyncio.Event()
 
     def add_credit(self, items: int) -> None:

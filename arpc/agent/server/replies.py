@@ -1,31 +1,34 @@
-"""The end of a request: exactly one reply, whatever became of the handler."""
+"""What becomes of a request: exactly one answer, whatever became of the handler."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
-from typing import Any, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
 
-from arpc.agent.codec import Codec
-from arpc.agent.hooks.observers import Observers
+from arpc.agent.server.functions import Function, HandOver, Mode
 from arpc.agent.server.inbound import Inbound
+from arpc.agent.server.producer import Producer
 from arpc.agent.server.remote_exceptions import describe_failure
-from arpc.agent.server.run import Run
-from arpc.agent.server.thread_replies import NO_CONTEXT
+from arpc.agent.server.returned_futures import await_future
+from arpc.agent.server.run import NO_CONTEXT, Creation, Run
 from arpc.errors import ConnectionClosedError, ProtocolError, SerializationError
 from arpc.ids import WorkerInfo
 from arpc.log import get_logger
-from arpc.user_errors import is_a, summary_of, text_of, type_name_of
+from arpc.user_errors import close_coroutine, is_a, is_coroutine, summary_of, text_of, type_name_of
 from arpc.wire.frames import frame
 from arpc.wire.messages import FailureKind, ItemFlag, MessageType
 from arpc.wire.metadata import Metadata, encode_metadata
 from arpc.wire.values.content import Content
 from arpc.wire.values.packing import Slot
 
-__all__ = ["HandlerMeter", "Replies"]
+if TYPE_CHECKING:
+    from arpc.agent.server.dispatcher import Dispatcher
+
+__all__ = ["HandlerMeter", "Replies", "TakesLoopError"]
 
 logger = get_logger("arpc.executor")
 
@@ -40,8 +43,8 @@ _now_ns = time.perf_counter_ns
 _Intercept: TypeAlias = "Callable[[WorkerInfo, Metadata, list[Slot]], Metadata | None]"
 
 
-class _TakesLoopError(Exception):
-    """An interceptor has something to do that belongs to the loop."""
+class TakesLoopError(Exception):
+    """An interceptor has something to do that belongs to the loop. The arguments are pickle and slots of the result."""
 
 
 class HandlerMeter(Protocol):
@@ -55,20 +58,13 @@ class HandlerMeter(Protocol):
 
 
 class Replies:
-    """Answers the requests of all peers of one worker."""
+    """Answers the requests of all peers of one worker, or has something else run in the place of what returned."""
 
-    def __init__(
-        self, loop: asyncio.AbstractEventLoop, codec: Codec, observers: Observers, readmit: Callable[[Inbound], None]
-    ) -> None:
-        """``readmit`` is called when a request has ended and others of its connection wait."""
-        self._loop = loop
-        self._codec = codec
-        self._observers = observers
-        self._readmit = readmit
+    def __init__(self, host: Dispatcher) -> None:
+        self._host = host
+        self._codec = host.codec
         self.calls_failed = 0
         self.calls_ended = 0
-        self.is_closed = False
-        """The worker shuts down: handlers that are cancelled now are cancelled for that reason."""
         self.tell_failure: Callable[[str, BaseException], None] | None = None
         """Told the name of each function that fails here, and what it raised."""
         self.meter: HandlerMeter | None = None
@@ -76,46 +72,62 @@ class Replies:
     # -- results
 
     def returned(self, run: Run, result: Any) -> None:
-        """Answer a request with its result."""
+        """A function has returned, or the coroutine of one."""
+        kind = type(result)
+        if kind is HandOver:
+            self._hand_over(run, result)
+            return
+        if kind is not Content:  # else a thread, or a handler of the runtime, has encoded it
+            if (run.is_stream or not run.function.is_final) and self._goes_on(run, result):
+                return
+            if run.creation is not None:
+                self._keep(run, run.creation, result)
+                return
+            if run.meta:
+                self._reply_in_context(run, self.encode, result)
+                return
+            try:
+                result = _NOTHING if result is None else self.encode(run, result)
+            except BaseException as error:  # noqa: BLE001 - pickling runs user code; whatever it raises is the caller's
+                self.raised(run, error)
+                return
+        self._end(run, _REPLY, 0, 0, result)
+
+    def _reply_in_context(self, run: Run, encode: Callable[..., Content], *result: Any) -> None:
+        """Encode a result with what interceptors add, which may look at the context, and answer the request."""
         try:
-            if type(result) is Content:
-                content = result  # a handler of the runtime has encoded it
-            elif run.meta:
-                content = run.context.run(self._encode, run, result, self._codec.reply_sent)
-            else:
-                content = _NOTHING if result is None else self._encode(run, result)
+            content = run.context.run(encode, run, *result, self._codec.reply_sent)
         except BaseException as error:  # noqa: BLE001 - pickling runs user code; whatever it raises is the caller's
             self.raised(run, error)
         else:
             self._end(run, _REPLY, 0, 0, content)
 
-    def created(self, run: Run, answer: Any) -> None:
+    def pickled(self, run: Run, pickle: bytes, slots: list[Slot]) -> None:
+        """A thread has pickled a result, and the rest takes the loop."""
+        self._reply_in_context(run, self._content, pickle, slots)
+
+    def _keep(self, run: Run, creation: Creation, result: Any) -> None:
         """Answer the request for a value that stays here."""
-        content = None
+        answer, content = creation.answer(run, result), None
+        run.keep(result)
         if answer is not None:
             # If it cannot be sent, the caller asks for the value, and that call says why
             with suppress(BaseException):
-                content = run.context.run(self._encode, run, answer, self._codec.reply_sent)
-        self.returned(run, content)  # with the metadata of interceptors, even if there is nothing else to send
+                content = run.context.run(self.encode, run, answer, self._codec.reply_sent)
+        if content is None and run.meta:
+            self._reply_in_context(run, self.encode, None)  # interceptors may have something to add
+        else:
+            self._end(run, _REPLY, 0, 0, content or _NOTHING)
 
-    def encode_in_thread(self, run: Run, result: Any) -> Content | None:
-        """The content of a reply, in the thread in which the function ended; None if that takes the loop."""
-        try:
-            return self._encode(run, result, self._codec.reply_sent_in_thread if run.meta else None)
-        except _TakesLoopError:
-            return None
+    def encode(self, run: Run, result: Any, intercept: _Intercept | None = None) -> Content:
+        """The content of a reply, or of an item of a stream. Called in any thread.
 
-    def _encode(self, run: Run, result: Any, intercept: _Intercept | None = None) -> Content:
-        """The content of a reply, or of an item of a stream.
-
-        ``intercept`` makes the metadata of the reply from that of the request; None means that this takes the loop.
+        ``intercept`` makes the metadata of the reply from that of the request. Raises `TakesLoopError` if it returns
+        None, and whatever pickling raises.
         """
         codec, inbound = self._codec, run.inbound
-        pickled, run.pickled = run.pickled, None
         try:
-            pickle, slots = pickled or codec.pickler.dumps_result(
-                result, main_by_value=inbound.main_by_value, to=inbound.caller
-            )
+            pickle, slots = codec.pickler.dumps_result(result, main_by_value=inbound.main_by_value, to=inbound.caller)
         except BaseException as error:
             raise SerializationError(
                 f"the result of {run.name} ({type_name_of(result)}) cannot be sent: {summary_of(error)}"
@@ -126,24 +138,79 @@ class Replies:
                 f"{codec.max_pickle_bytes} are taken: return large data as tensors, or raise "
                 f"RpcOptions.max_body_bytes"
             )
-        meta = b""
+        return self._content(run, pickle, slots, intercept) if slots or run.meta else Content(pickle)
+
+    def _content(self, run: Run, pickle: bytes, slots: list[Slot], intercept: _Intercept | None) -> Content:
+        """A pickle with its tensors, and with what interceptors add."""
+        codec, meta, tensors = self._codec, b"", None
         if run.meta and intercept is not None:
-            metadata = intercept(inbound.caller, run.meta, slots)
+            metadata = intercept(run.caller, run.meta, slots)
             if metadata is None:
-                run.pickled = pickle, slots  # once: RRefs in it have been handed out
-                raise _TakesLoopError
+                raise TakesLoopError(pickle, slots)  # which pickles nothing again: RRefs in it have been handed out
             meta = encode_metadata(metadata) if metadata else b""
-        tensors = None
         if slots:
             stager = codec.stager_back(run.meta) if codec.knows_devices or run.meta else None
             tensors = codec.pack(slots, len(pickle), stager)
         return Content(pickle, meta, tensors)
 
+    # -- what runs in the place of a function that has returned
+
+    def _goes_on(self, run: Run, result: Any) -> bool:
+        """Whether what was returned is to be awaited, or a stream; then that is what runs now."""
+        function = run.function
+        if function.returns_future:
+            self._carry(run, partial(await_future, result, run.name))
+        elif function.mode is not Mode.COROUTINE and is_coroutine(result):
+            # a plain function that hands out a coroutine means it to be awaited
+            run.returned_coroutine = result
+            self._carry(run, lambda: result)
+        elif not run.is_stream:
+            return False
+        elif run.producer is None:
+            self._produce(run, result)
+        else:
+            self.stream_ended(run)
+        return True
+
+    def _carry(self, run: Run, call: Callable[[], Coroutine[Any, Any, Any]]) -> None:
+        """Run a coroutine of the runtime in the name of the function."""
+        run.coroutine = None
+        run.args, run.kwargs = (), None
+        run.function = Function.of_coroutine(call, run.function.name, run.function.results)
+        self._host.tasks.start(run)
+
+    def _produce(self, run: Run, iterable: Any) -> None:
+        """Send the items of something to iterate over; the sending is a coroutine in the handler's place."""
+        host, connection = self._host, run.inbound.connection
+        try:
+            run.producer = Producer(
+                iterable, host.threads, partial(self.send_item, run), connection, host.options.window_bytes, run.credit
+            )
+        except BaseException as error:  # noqa: BLE001 - what is no iterable may raise anything when asked whether it is
+            self.raised(run, error)
+            return
+        run.inbound.register(run)
+        self._carry(run, run.producer.produce)
+
+    def _hand_over(self, run: Run, to: HandOver) -> None:
+        """Run another function in the place of one that has returned so."""
+        host = self._host
+        function, run.args, run.kwargs = to
+        run.coroutine = run.task = None
+        run.function = function if run.handling is None else host.observers.handed_over(run, function)
+        if not function.results.are_large or function.mode is Mode.THREAD or run.creation is not None:
+            host.launch(run)
+            return
+        run.inbound.register(run)
+        host.queue_of(run.inbound).enter(
+            function.results, lambda: None if run.ended else host.launch(run), in_thread=False
+        )
+
     # -- streams
 
     def send_item(self, run: Run, item: Any) -> int:
         """Send the next item of a stream, and say how large it is. Called in the handler's context."""
-        content = self._encode(run, item, self._codec.reply_sent)
+        content = self.encode(run, item, self._codec.reply_sent)
         place, connection = run.items_sent & _PLACE_MASK, run.inbound.connection
         if content.tensors is not None and content.tensors.waits:
             # Without the item the stream has a gap that nothing fills; a device that fails, fails for good
@@ -159,10 +226,25 @@ class Replies:
 
     # -- errors
 
+    def refused(self, run: Run, error: BaseException) -> None:
+        """Answer a request with an error that came up before its function was called."""
+        run.is_refused = True
+        self.raised(run, error)
+
     def raised(self, run: Run, error: BaseException) -> None:
-        """Answer a request with an error, once."""
+        """A function has raised, or what leads to it or follows it: answer the request with the error, once."""
+        if run.returned_coroutine is not None:
+            close_coroutine(run.returned_coroutine)  # it may never have begun
         if run.ended:
             return
+        creation, run.creation = run.creation, None
+        is_cancelled = is_a(error, asyncio.CancelledError)
+        if creation is not None:
+            if not (run.is_refused or is_cancelled):
+                creation.failed(error)
+                self._reply_in_context(run, self.encode, None)
+                return
+            creation.not_made(error)
         self.calls_failed += 1
         name = run.name
         if self.tell_failure is not None:
@@ -170,9 +252,9 @@ class Replies:
         if self.meter is not None:
             self.meter.handler_failed(run.caller.name, name, error)
         kind = FailureKind.REFUSED if run.is_refused else FailureKind.RAISED
-        if is_a(error, asyncio.CancelledError):
+        if is_cancelled:
             kind = FailureKind.TIMEOUT if run.expired else FailureKind.CANCELLED
-            if self.is_closed and not run.expired:
+            if self._host.is_closed and not run.expired:
                 kind = FailureKind.LEFT
             run.cancel_nested()
         if is_a(error, ProtocolError):
@@ -201,7 +283,6 @@ class Replies:
     def fail(self, inbound: Inbound, call_id: int, kind: FailureKind, error: Exception) -> None:
         """Answer a request of which there is no `Run`."""
         pickle, _ = describe_failure(error, self._codec.pickler, main_by_value=inbound.main_by_value)
-        inbound.arrived_ns.pop(call_id, None)
         with suppress(ConnectionClosedError):  # then the caller knows
             inbound.connection.send(frame(_FAILURE, kind, call_id, 0, 0, pickle))
 
@@ -216,20 +297,18 @@ class Replies:
         inbound = run.inbound
         run.ended = True
         if run.handling is not None:
-            self._observers.ended(run, content.size_bytes(), error)
+            self._host.observers.ended(run, content.size_bytes(), error)
         # A timer may keep the run's context for long: with it the calls it made, whose errors keep the handler's frames
         run.nested = None
         run.context = NO_CONTEXT
         self.calls_ended += 1
-        if self.meter is not None and (arrived_ns := inbound.arrived_ns.pop(run.id, 0)):
-            self.meter.handler_ended(inbound.caller.name, run.name, _now_ns() - arrived_ns)
+        if run.arrived_ns and self.meter is not None:
+            self.meter.handler_ended(inbound.caller.name, run.name, _now_ns() - run.arrived_ns)
         if run.is_registered:
             self._forget(run)
-        size_bytes = len(content.pickle)
         tensors = content.tensors
-        if tensors is not None:
-            size_bytes += tensors.size_bytes
         if error is None:
+            size_bytes = len(content.pickle) if tensors is None else len(content.pickle) + tensors.size_bytes
             results = run.results or run.function.results
             if size_bytes > results.unsurprising_bytes:
                 results.saw(size_bytes)
@@ -246,11 +325,12 @@ class Replies:
 
     def _forget(self, run: Run) -> None:
         """A request that could be cancelled has ended."""
-        run.task = run.args = run.kwargs = None  # it may wait for a thread for a long time still
+        run.task = run.kwargs = None  # it may wait for a thread for a long time still
+        run.args = ()
         inbound = run.inbound
         inbound.forget(run)
         if inbound.waiting:
-            self._loop.call_soon(self._readmit, inbound)
+            self._host.loop.call_soon(self._host.readmit, inbound)
 
     def _send_when_filled(
         self, run: Run, type_: int, flags: int, arg: int, content: Content, fail: Callable[[SerializationError], None]

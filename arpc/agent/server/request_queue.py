@@ -1,21 +1,28 @@
-"""Requests that wait: because their caller has too many others running, or does not read the replies of those before.
+"""What waits of one connection: requests of a caller with too many others running, and results that it does not take.
 
-Requests wait packed. What is likely to return a large result waits for the `ReplyWindow` of its connection.
+Requests wait packed. A result that its caller has not taken yet occupies memory here. So a request whose function has
+returned large results before begins only while less than `RpcOptions.window_bytes` of results wait to be taken.
+Requests of all other functions pass it. At most as many plain functions as there are threads are handed to the thread
+pool, so that a small function that comes later has no more than these before it.
+
+Handlers may wait for each other, so they must be able to begin together: results of those that run are not counted in
+advance, but for those that begin in this turn of the loop.
 """
 
 from __future__ import annotations
 
+import time
+from collections import deque
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
 from arpc import torchstate
-from arpc.agent.server.functions import Function, Mode
+from arpc.agent.server.functions import Mode, ResultSizes
 from arpc.agent.server.inbound import Inbound
-from arpc.agent.server.reply_window import ReplyWindow, ResultSizes
-from arpc.agent.server.run import Run
+from arpc.agent.server.thread_job import ThreadJob
 from arpc.errors import OverloadedError, WireError
-from arpc.options import RpcOptions
-from arpc.wire.messages import FailureKind, Message
+from arpc.wire.messages import FailureKind, Message, RequestFlag
 
 if TYPE_CHECKING:
     from arpc.agent.server.dispatcher import Dispatcher
@@ -24,120 +31,185 @@ __all__ = ["RequestQueue"]
 
 # A caller keeps to its own window, twice of it for what is small; and its options may not be the same
 _WINDOWS: Final = 16
-_THREAD: Final = Mode.THREAD
+_STREAM: Final = int(RequestFlag.STREAM)
+_now_ns = time.perf_counter_ns
+
+_Start = Callable[[], None]
 
 
 class RequestQueue:
-    """The waiting requests of all peers of one worker."""
+    """The requests of one connection that have to wait. Belongs to the loop."""
 
-    def __init__(self, host: Dispatcher, options: RpcOptions) -> None:
+    def __init__(self, host: Dispatcher, inbound: Inbound) -> None:
         self._host = host
-        self._max_waiting = options.max_requests_waiting
-        self._window_bytes = options.window_bytes
-        self.calls_refused = 0
-        self.is_closed = False
+        self._inbound = inbound
+        self._connection = inbound.connection
+        self._for_loop: deque[tuple[ResultSizes, _Start]] = deque()
+        """Coroutines that wait for room for their results."""
+        self._for_threads: deque[tuple[ResultSizes, _Start]] = deque()
+        """Plain functions that wait for room for their results."""
+        self._begun_in_threads = 0
+        self._about_to_begin_bytes = 0
+        """What coroutines are going to return that were let go on, or started, and have not had their turn yet."""
+        self._will_readmit = False
 
-    def admit(self, inbound: Inbound, message: Message) -> None:
+    # -- requests
+
+    def admit(self, message: Message) -> None:
         """Start a request, or keep it packed while its caller does not take replies or has too many others running."""
-        results = inbound.results_of(message)
-        is_large = results is not None and results.are_large
-        if not (is_large or inbound.is_full or inbound.connection.is_congested):
-            self._host.start(inbound, message)
-        elif (
-            len(inbound.waiting) < self._max_waiting or not (is_large or inbound.is_full)
-        ) and inbound.waiting_bytes <= _WINDOWS * self._window_bytes:
-            if is_large and results is not None:
-                self._keep_for_window(inbound, message, results)
-            else:
-                inbound.keep(message)
-                inbound.wait_for_handler(message.id)
-                self._start_waiting(inbound)
+        host, inbound = self._host, self._inbound
+        function = inbound.function_of(message)
+        is_large = function.results.are_large and not message.flags & _STREAM  # which has a window of its own
+        if not (is_large or inbound.is_full or self._connection.is_congested):
+            host.start(inbound, message)
+            return
+        if host.observers.installed:
+            host.observers.accepted(inbound, message)
+        is_crowded = len(inbound.waiting) >= host.options.max_requests_waiting and (is_large or inbound.is_full)
+        if is_crowded or inbound.waiting_bytes > _WINDOWS * host.options.window_bytes:
+            self._refuse(message)
+            return
+        inbound.waiting[message.id] = message, _now_ns()
+        inbound.waiting_bytes += message.size_bytes
+        if is_large:
+            # one that comes with its arguments is not known yet: it waits again if it is for a thread
+            in_thread = function.mode is Mode.THREAD
+            self.enter(function.results, partial(self._start_large, message.id, in_thread), in_thread=in_thread)
         else:
-            self._refuse(inbound, message)
+            self._wait_for_handler(message.id)
+            self._start_waiting()
 
-    def _refuse(self, inbound: Inbound, message: Message) -> None:
+    def _refuse(self, message: Message) -> None:
         """Answer a call of a caller too many of whose calls wait already."""
-        self.calls_refused += 1
-        error = OverloadedError(f"{len(inbound.waiting)} of its requests wait already")
-        self._host.observers.dropped(inbound, message.id, error)
-        if inbound.connection.is_congested:
+        host, inbound = self._host, self._inbound
+        host.calls_refused += 1
+        text = f"{len(inbound.waiting)} of its requests wait"
+        error = OverloadedError(f"{text} already")
+        host.observers.dropped(inbound, message.id, error)
+        if self._connection.is_congested:
             # to refuse them all would take as much memory as to keep them
-            text = f"{len(inbound.waiting)} of its requests wait, and it does not read replies"
-            inbound.connection.abort(WireError(text))
+            self._connection.abort(WireError(f"{text}, and it does not read replies"))
         else:
-            self._host.replies.fail(inbound, message.id, FailureKind.OVERLOADED, error)
+            host.replies.fail(inbound, message.id, FailureKind.OVERLOADED, error)
+
+    def _wait_for_handler(self, call_id: int) -> None:
+        """Let a request that is kept wait until others have ended."""
+        self._inbound.for_handlers[call_id] = None
+        self._inbound.is_full = True
+
+    def _start_waiting(self) -> None:
+        connection, inbound = self._connection, self._inbound
+        while (
+            inbound.for_handlers
+            and len(inbound.running) < inbound.limit
+            and not (connection.is_congested and connection.unsent_small_bytes > self._host.options.window_bytes)
+            and not self._host.is_closed
+        ):
+            call_id, _ = inbound.for_handlers.popitem(last=False)
+            inbound.look_for_room()
+            self._start(call_id)
+
+    def _start(self, call_id: int, *, is_counted: bool = False) -> bool:
+        """Start a request that is kept, with the time it has left; False if it was cancelled."""
+        message, arrived_ns = self._inbound.take_waiting(call_id)
+        if message is None:
+            return False
+        if message.timeout_ms:
+            message.timeout_ms = max(1, message.timeout_ms - (_now_ns() - arrived_ns) // 1_000_000)
+        self._host.start(self._inbound, message, arrived_ns, is_counted=is_counted)
+        return True
+
+    def readmit(self) -> None:
+        """Start what waits, as far as there is room: something has ended or was sent."""
+        if not torchstate.is_pristine():
+            # the loop is between two steps of a task that has switched something off for itself
+            torchstate.run_with(torchstate.DEFAULTS, self.readmit)
+            return
+        self._will_readmit = False
+        self._inbound.look_for_room()
+        self._start_waiting()
+        self._admit_large()
+
+    def readmit_soon(self) -> None:
+        """Look for room in the next turn of the loop."""
+        if not self._will_readmit:
+            self._will_readmit = True
+            self._connection.loop.call_soon(self.readmit)
 
     # -- large results
 
-    def window(self, inbound: Inbound) -> ReplyWindow:
-        """Where requests of a connection wait whose results are likely to be large."""
-        if inbound.reply_window is None:
-            inbound.reply_window = ReplyWindow(
-                inbound.connection, self._window_bytes, self._host.threads.size, partial(self.readmit, inbound)
-            )
-        return inbound.reply_window
+    @property
+    def is_waited_for(self) -> bool:
+        """Something waits for room for its result."""
+        return bool(self._for_loop or self._for_threads)
 
-    def _keep_for_window(self, inbound: Inbound, message: Message, results: ResultSizes) -> None:
-        function = inbound.functions.get(message.arg)
-        # one that comes with its arguments is not known yet: it waits again if it is for a thread
-        in_thread = isinstance(function, Function) and function.mode is _THREAD
-        window = self.window(inbound)
+    def enter(self, results: ResultSizes, start: _Start, *, in_thread: bool) -> None:
+        """Call ``start`` when there is room, which may be at once. ``in_thread``: after that `thread_ended` is due."""
+        (self._for_threads if in_thread else self._for_loop).append((results, start))
+        self._admit_large()
 
-        def start() -> None:
-            if len(inbound.running) >= inbound.limit and message.id in inbound.waiting:
-                inbound.wait_for_handler(message.id)
-                kept = None
-            else:
-                kept = None if self.is_closed else inbound.take_waiting(message.id)
-            if kept is not None:
-                self._host.start(inbound, kept, is_counted=in_thread)
-            elif in_thread:  # it was cancelled, or waits for another reason
-                window.thread_ended()
+    def _start_large(self, call_id: int, in_thread: bool) -> None:
+        """There is room for the result of a request that is kept."""
+        inbound = self._inbound
+        if call_id in inbound.waiting and len(inbound.running) >= inbound.limit:
+            self._wait_for_handler(call_id)
+            has_begun = False
+        else:
+            has_begun = not self._host.is_closed and self._start(call_id, is_counted=in_thread)
+        if in_thread and not has_begun:
+            self.thread_ended()
 
-        inbound.keep(message)
-        window.enter(results, start, in_thread=in_thread)
-
-    def postpone(self, run: Run) -> None:
+    def submit(self, job: ThreadJob) -> None:
         """Let a plain function have a thread when there is room for its result, or at once if that will be small."""
-        if not run.function.results.are_large:
-            self._host.threads.submit(run.work, is_quick=run.function.quickness.is_quick)
+        run = job.run
+        if run.is_counted:
+            self._submit_counted(job)
+        elif run.function.results.are_large:
+            self.enter(run.function.results, partial(self._submit_counted, job), in_thread=True)
+        else:
+            self._host.threads.submit(job.work, run.function.quickness.is_quick)
+
+    def _submit_counted(self, job: ThreadJob) -> None:
+        if job.run.ended:
+            self.thread_ended()
             return
-        window = self.window(run.inbound)
+        job.run.is_counted = True
+        job.replies = None  # the loop is to hear of its end
+        self._host.threads.submit(job.work, job.run.function.quickness.is_quick)
 
-        def start() -> None:
-            if run.ended:
-                window.thread_ended()
-            else:
-                self.submit_counted(run)
+    def thread_ended(self) -> None:
+        """A plain function that was started has ended, or will not run."""
+        self._begun_in_threads -= 1
+        if self._for_threads:
+            self.readmit_soon()
 
-        window.enter(run.function.results, start, in_thread=True)
+    def _admit_large(self) -> None:
+        waiting = self._for_loop
+        while waiting and self._has_room(waiting[0][0]):
+            self._start_on_loop(*waiting.popleft())
+        waiting = self._for_threads
+        while waiting and self._begun_in_threads < self._host.threads.size and self._has_room(waiting[0][0]):
+            self._begun_in_threads += 1
+            waiting.popleft()[1]()
+        self._connection.bulk_left = self.readmit_soon if self.is_waited_for else None
 
-    def submit_counted(self, run: Run) -> None:
-        """Let a plain function that the reply window has let go have a thread."""
-        run.is_counted = True
-        run.thread_replies = None  # the loop is to hear of its end
-        self._host.threads.submit(run.work, is_quick=run.function.quickness.is_quick)
+    def _start_on_loop(self, results: ResultSizes, start: _Start) -> None:
+        """Start a coroutine. Its result counts until the end of this turn if its first step may come only then."""
+        connection = self._connection
+        held_bytes = connection.held_bytes
+        start()
+        if connection.held_bytes == held_bytes:
+            self._about_to_begin_bytes += results.expected_bytes
+            connection.loop.call_soon(self._has_begun, results.expected_bytes)
 
-    # -- room
+    def _has_begun(self, expected_bytes: int) -> None:
+        self._about_to_begin_bytes -= expected_bytes
+        if self.is_waited_for:
+            self.readmit_soon()
 
-    def readmit(self, inbound: Inbound) -> None:
-        """Start requests that wait, as far as there is room: something has ended or was sent."""
-        if not torchstate.is_pristine():
-            # the loop is between two steps of a task that has switched something off for itself
-            torchstate.run_with(torchstate.DEFAULTS, self.readmit, inbound)
-            return
-        inbound.look_for_room()
-        self._start_waiting(inbound)
-        if inbound.reply_window is not None:
-            inbound.reply_window.admit()
-
-    def _start_waiting(self, inbound: Inbound) -> None:
-        connection = inbound.connection
-        while (
-            inbound.has_room_for_waiting
-            and not (connection.is_congested and connection.unsent_small_bytes > self._window_bytes)
-            and not self.is_closed
-        ):
-            message = inbound.next_waiting()
-            if message is not None:
-                self._host.start(inbound, message)
+    def _has_room(self, results: ResultSizes) -> bool:
+        connection, window_bytes = self._connection, self._host.options.window_bytes
+        # One that does not fit into the window at all need not wait until it is empty
+        expected_bytes = min(results.expected_bytes, window_bytes // 2)
+        held_bytes = connection.held_bytes + self._about_to_begin_bytes
+        return held_bytes + expected_bytes <= window_bytes and not connection.is_behind

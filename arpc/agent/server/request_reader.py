@@ -6,6 +6,7 @@ from collections.abc import Awaitable
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+from arpc.agent.scope import current_scope
 from arpc.agent.server.functions import NAMING, Function
 from arpc.agent.server.inbound import Inbound
 from arpc.agent.server.remote_exceptions import NOT_THERE
@@ -18,19 +19,24 @@ if TYPE_CHECKING:
     from arpc.agent.server.dispatcher import Dispatcher
     from arpc.agent.server.run import Run
 
-__all__ = ["define", "unpack"]
+__all__ = ["define", "prepare"]
 
 _KWARGS: Final = int(RequestFlag.KWARGS)
 # By number, with each connection
 _MAX_FUNCTIONS: Final = 1 << 16
 _NO_SLOTS: Final[list[Any]] = []
+_set_scope = current_scope.set
 
 
-def unpack(run: Run, message: Message) -> None:
-    """Build the arguments of a request, in its context: interceptors and user code may look at that.
+def prepare(run: Run) -> None:
+    """Make a request the scope of its context, and build its arguments there, unless that has been done.
 
-    Unpickling runs user code, which may raise anything.
+    Interceptors and user code may look at the context. Unpickling runs user code, which may raise anything.
     """
+    _set_scope(run)
+    message = run.message
+    if message is None:
+        return
     run.message = None
     codec, layout = run.host.codec, message.layout
     try:
@@ -42,13 +48,13 @@ def unpack(run: Run, message: Message) -> None:
         content = codec.content(message, slots, run.inbound.caller)
         if not message.arg:
             call, content = content
-            run.function = Function(call)
-            run.function.results = run.inbound.results_by_value
+            results, run.function = run.function.results, Function(call)
+            run.function.results = results  # of none of them is known that it has been called before
         elif run.function.is_service:
             codec.policy.check_plain(content)
         if message.flags & _KWARGS:
-            run.args, run.kwargs = content
-        else:
+            content, run.kwargs = content
+        if content is not None:
             run.args = content
     except (AttributeError, ImportError, LookupError, StopIteration) as error:
         run.is_refused = True
@@ -60,7 +66,7 @@ def unpack(run: Run, message: Message) -> None:
         run.is_refused = True
         raise
     if run.function.describe is not None:
-        run.describe = partial(run.function.describe, run.host.worker, *(run.args or ())[:NAMING])
+        run.describe = partial(run.function.describe, run.host.worker, *run.args[:NAMING])
     if run.awaited_first is not None:
         run.function = _after(run.host, run.awaited_first, run.function)
     if run.handling is not None:
@@ -89,17 +95,19 @@ def _after(host: Dispatcher, prerequisites: list[Awaitable[object]], function: F
 
 def define(host: Dispatcher, inbound: Inbound, message: Message) -> None:
     """A peer sends a function that it will call by number. Raises `ProtocolError` if there are too many."""
-    if len(inbound.functions) >= _MAX_FUNCTIONS:
-        raise ProtocolError(f"worker {inbound.caller.name!r} calls more than {_MAX_FUNCTIONS} functions")
     functions, number = inbound.functions, message.arg
+    if len(functions) > _MAX_FUNCTIONS:
+        raise ProtocolError(f"worker {inbound.caller.name!r} calls more than {_MAX_FUNCTIONS} functions")
+    if not number:
+        raise ProtocolError("0 is the number of functions that come with their arguments")
     try:
         functions[number] = Function(host.context.copy().run(host.codec.function, message, inbound.caller))
     except NotAllowedError as error:
-        functions[number] = error
+        functions[number] = Function.unknown(error)
     except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
         made = SerializationError(
             f"{NOT_THERE}{host.name!r}: {summary_of(error)}. "
             f"It must be importable there, or be passed as a lambda or closure, which travel by value"
         )
         made.__cause__ = error
-        functions[number] = made
+        functions[number] = Function.unknown(made)

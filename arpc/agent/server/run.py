@@ -3,38 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Awaitable, Callable, Coroutine
 from contextvars import Context
 from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import msgspec
-import torch
-from torch._C import _len_torch_function_stack as _count_function_modes
 
 from arpc import torchstate
-from arpc.agent.server.functions import Function
+from arpc.agent.server.functions import Function, ResultSizes
 from arpc.agent.server.inbound import Inbound
 from arpc.agent.server.producer import Producer
-from arpc.agent.server.reply_window import ResultSizes
-from arpc.agent.server.request_reader import unpack
-from arpc.agent.server.thread_replies import ThreadReplies
+from arpc.agent.server.request_reader import prepare
 from arpc.ids import WorkerInfo
-from arpc.user_errors import close_coroutine
 from arpc.wire.messages import Message
 from arpc.wire.metadata import Metadata
-from arpc.wire.values.content import Content
 
 if TYPE_CHECKING:
     from arpc.agent.server.dispatcher import Dispatcher
 
-__all__ = ["Creation", "Run"]
+__all__ = ["NO_CONTEXT", "Creation", "Run"]
 
 _NESTED_LIMIT: Final = 32
-# Of requests of a quick function, only those with an id that has none of these bits are measured
-_UNMEASURED: Final = 15
-_clock = time.perf_counter
-_is_grad_enabled = torch.is_grad_enabled
+NO_CONTEXT: Final = Context()
+"""In the place of a context that is not needed any more: it and its request refer to each other."""
 
 
 class Creation(Protocol):
@@ -71,54 +62,47 @@ class Run(msgspec.Struct):
     """Its own, until it ends."""
     message: Message | None = None
     """Holds the arguments until they are unpacked, if there are any."""
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] | None = None
+    meta: Metadata | None = None
+    """What interceptors of the caller sent along."""
     coroutine: Coroutine[Any, Any, Any] | None = None
     """None until `first_step` has begun."""
     state: torchstate.SavedState | None = None
     """Torch's state of a coroutine that waits, if it is not the default."""
     task: asyncio.Task[Any] | None = None
     """The Task that carries it, once it had to wait."""
-    bucket: dict[int, Run] | None = None
-    """Those that expire with it, while its deadline is watched."""
+    due: float | None = None
+    """Its `deadline`, once that is known."""
     ended: bool = False
     expired: bool = False
     is_refused: bool = False
     """The function was not called, and will not be."""
     is_registered: bool = False
-    is_stream: bool = False
-    credit: int = 0
-    items_sent: int = 0
-    nested: list[asyncio.Future[Any]] | None = None
-    nested_limit: int = _NESTED_LIMIT
-    has_called: bool = False
-    """Its thread has made calls, which may not have begun."""
-    producer: Producer | None = None
-    returned_coroutine: Coroutine[Any, Any, Any] | None = None
-    meta: Metadata | None = None
-    """What interceptors of the caller sent along."""
-    args: tuple[Any, ...] | None = None
-    kwargs: dict[str, Any] | None = None
-    result: Any = None
-    error: BaseException | None = None
-    content: Content | None = None
-    """The result as it is sent, if a thread has encoded it."""
-    pickled: tuple[bytes, list[Any]] | None = None
-    """The pickle and the slots of the result, if a thread has made them and the loop does the rest."""
-    thread_replies: ThreadReplies | None = None
-    """Where a thread may put the answer."""
-    results: ResultSizes | None = None
-    """Those of what it runs, if that is not its function."""
-    creation: Creation | None = None
-    """Keeps the result, of a request that is to leave it here."""
+    """It can be cancelled, and expires: see `Inbound.register`."""
     is_counted: bool = False
     """The reply window has let it go to a thread, and is to hear when it leaves that."""
+    has_called: bool = False
+    """Its thread has made calls, which may not have begun."""
+    nested: list[asyncio.Future[Any]] | None = None
+    nested_limit: int = _NESTED_LIMIT
+    awaited_first: list[Awaitable[object]] | None = None
+    """What it waits for before it starts, if anything: see `prerequisites`."""
+    returned_coroutine: Coroutine[Any, Any, Any] | None = None
+    creation: Creation | None = None
+    """Keeps the result, of a request that is to leave it here."""
+    results: ResultSizes | None = None
+    """Those of what it runs, if that is not its function."""
     describe: Callable[[], str] | None = None
     """Finds the name of what it asks for, if that is not its function: the method of a value."""
     handling: Any = None
     """What observers know of it, an `observers.Handling`; None if there are none."""
-    awaited_first: list[Awaitable[object]] | None = None
-    """What it waits for before it starts, if anything: see `prerequisites`."""
-    due: float | None = None
-    """Its `deadline`, once that is known."""
+    arrived_ns: int = 0
+    """When it came, if a meter or observers hear of it."""
+    is_stream: bool = False
+    credit: int = 0
+    items_sent: int = 0
+    producer: Producer | None = None
 
     @property
     def deadline(self) -> float | None:
@@ -152,7 +136,7 @@ class Run(msgspec.Struct):
             self.awaited_first = []
         return self.awaited_first
 
-    # -- its function
+    # -- its function, on the loop and in its context
 
     def first_step(self) -> Any:
         """Make the coroutine of the function, and send it None."""
@@ -160,69 +144,16 @@ class Run(msgspec.Struct):
         return coroutine.send(None)
 
     def call(self) -> Any:
-        """Call the function, in its context."""
-        if self.message is not None:
-            unpack(self, self.message)
+        """Call the function."""
+        prepare(self)
         args, kwargs = self.args, self.kwargs
-        if args is None:
+        if not (args or kwargs):
             return self.function.call()
         # not kept: the code that runs may keep its scope, which is this, for as long as it likes
-        self.args = self.kwargs = None
+        self.args, self.kwargs = (), None
         return self.function.call(*args, **kwargs) if kwargs else self.function.call(*args)
 
-    # -- in a thread
-
-    def work(self) -> Callable[[], None] | ThreadReplies | None:
-        """Call the function, in a thread."""
-        # taken before the look: a run that ends drops them after it has said so
-        args, kwargs, context = self.args or (), self.kwargs, self.context
-        function = self.function
-        if self.ended:
-            return self.leave_window if self.is_counted else None  # cancelled while it waited for a thread
-        results, replies = function.results, self.thread_replies
-        if results.unsurprising_bytes < 0 and not self.is_counted and (results.are_large or self.host.threads.is_ahead):
-            return self._postpone
-        self.args = self.kwargs = None
-        # Of those that are known to be quick some are measured, to see that they still are
-        begin = 0.0 if function.quickness.is_quick and self.id & _UNMEASURED else _clock()
-        try:
-            call = function.call
-            result = context.run(call, *args, **kwargs) if kwargs else context.run(call, *args)
-        except BaseException as error:  # noqa: BLE001 - whatever it raises is the caller's
-            self.error = error
-            result = replies = None
-        # The blocks it was in have ended with it. Left are the two things that people switch without a block.
-        if not _is_grad_enabled() or _count_function_modes():
-            torchstate.save_and_reset()
-        if begin:
-            function.quickness.measured(_clock() - begin)
-        if self.has_called or self.nested is not None:
-            replies = None  # what it called may be on its way still, and is not to be overtaken by the answer
-        if replies is not None and context.run(replies.put, self, result):
-            return replies
-        if self.creation is not None or (self.content is None and self.error is None):
-            self.result = result
-        return self._worked
-
-    def _worked(self) -> None:
-        if self.has_called:
-            # the loop may have looked for what threads have done before it looks at what they asked for
-            self.has_called = False
-            self.inbound.connection.loop.call_soon(torchstate.run_with, torchstate.DEFAULTS, self._worked)
-            return
-        if self.is_counted:
-            self.leave_window()
-        result, error, content = self.result, self.error, self.content
-        self.result = self.error = self.content = None  # it may be kept for a while, and they may be large
-        if self.ended:
-            close_coroutine(result)  # it was cancelled meanwhile
-        elif error is not None:
-            self.host.raised(self, error)
-        elif content is not None:
-            self.keep(result)
-            self.host.replies.returned(self, content)
-        else:
-            self.host.returned(self, result)
+    # -- what it leads to
 
     def keep(self, result: Any) -> None:
         """Let a creation keep its result, unless it was cancelled."""
@@ -230,17 +161,10 @@ class Run(msgspec.Struct):
         if creation is not None:
             creation.returned(self, result)
 
-    def _postpone(self) -> None:
-        """It came to a thread before it was known how large its result is likely to be."""
-        if not self.ended:
-            self.host.queue.postpone(self)
-
     def leave_window(self) -> None:
         """It has left its thread, or has no use for one."""
         self.is_counted = False
-        window = self.inbound.reply_window
-        assert window is not None
-        window.thread_ended()
+        self.host.queue_of(self.inbound).thread_ended()
 
     # -- calls it makes
 
@@ -270,7 +194,7 @@ class Run(msgspec.Struct):
         elif self.inbound.claim(self):
             # first, so that a thread that waits for one of them goes on
             self.cancel_nested()
-            self.host.raised(self, asyncio.CancelledError())
+            self.host.replies.raised(self, asyncio.CancelledError())
 
     def expire(self) -> None:
         self.expired = True

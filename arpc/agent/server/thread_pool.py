@@ -364,11 +364,9 @@ class ThreadPool:
         """The whole life of a thread."""
         outbox: Outbox | None = None
         unsent = 0
-        next_job = self._jobs.popleft
+        jobs = self._jobs
         while True:
-            try:
-                job, is_quick = next_job()
-            except IndexError:
+            if not jobs:
                 if outbox is not None:
                     outbox.send()
                     outbox = None
@@ -377,6 +375,10 @@ class ThreadPool:
                 else:
                     self._sleep(thread.wake_up)
                 continue
+            try:
+                job, is_quick = jobs.popleft()
+            except IndexError:
+                continue  # another thread was quicker
             if outbox is not None and not (
                 is_quick
                 and unsent < outbox.answers_a_write

@@ -17,9 +17,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
-from contextvars import Context
 from typing import TYPE_CHECKING, Any, Final
 
+from arpc.agent.server.replies import TakesLoopError
+from arpc.agent.server.run import NO_CONTEXT, Run
 from arpc.agent.server.thread_pool import Outbox
 from arpc.errors import ConnectionClosedError
 from arpc.transport.write_lock import WriteLock
@@ -29,8 +30,9 @@ from arpc.wire.values.content import Content
 
 if TYPE_CHECKING:
     from arpc.agent.server.inbound import Inbound
+    from arpc.agent.server.thread_job import ThreadJob
 
-__all__ = ["NO_CONTEXT", "ThreadReplies"]
+__all__ = ["ThreadReplies"]
 
 _WRITE_BYTES: Final = 1 << 16
 _FEWEST_A_WRITE: Final = 8
@@ -39,8 +41,6 @@ _WRITES_A_LOOK: Final = 32
 """Between two looks whether the peer is on the same CPU: processes are moved seldom."""
 _REPLY: Final = int(MessageType.REPLY)
 _NOTHING: Final = Content(b"")
-NO_CONTEXT: Final = Context()
-"""In the place of a context that is not needed any more: it and its request refer to each other."""
 
 
 class ThreadReplies(Outbox):
@@ -61,10 +61,10 @@ class ThreadReplies(Outbox):
         self,
         inbound: Inbound,
         write_lock: WriteLock,
-        encode: Callable[[Any, Any], Content | None],
-        readmit: Callable[[Any], None],
+        encode: Callable[[Run, Any], Content],
+        readmit: Callable[[Inbound], None],
     ) -> None:
-        """``encode`` makes the content of the reply to a request with a result, in any thread; None if it cannot."""
+        """``encode`` makes the content of a reply, in any thread. Raises `TakesLoopError` if it cannot."""
         super().__init__()
         self._answers: deque[bytes] = deque()
         """Frames that have not been sent."""
@@ -81,29 +81,31 @@ class ThreadReplies(Outbox):
         """Whether answers wait to be written."""
         return bool(self._answers)
 
-    def put(self, run: Any, result: Any) -> bool:
+    def put(self, job: ThreadJob, result: Any) -> bool:
         """Keep the result of a request to be sent; False if that takes the loop. In the thread of the request.
 
-        What the loop needs not do again is noted in the request: its ``content``, or its ``error``.
+        What the loop needs not do again is noted in the job.
         """
+        run = job.run
         if run.ended or (result is not None and is_coroutine(result)):
             return False
         creation = run.creation
         try:
             answer = result if creation is None else creation.answer(run, result)
             content = _NOTHING if answer is None and not run.meta else self._encode(run, answer)
+        except TakesLoopError as error:
+            job.pickled = error.args
+            return False
         except BaseException as error:  # noqa: BLE001 - pickling runs user code; whatever it raises is the caller's
             if creation is None:
-                run.error = error
+                job.error = error
             else:
-                run.content = _NOTHING  # the caller asks for the value, and that call says why it cannot be sent
-            return False
-        if content is None:
+                job.content = _NOTHING  # the caller asks for the value, and that call says why it cannot be sent
             return False
         inbound = self._inbound
         data = inbound.connection.frame_in_thread(_REPLY, run.id, content)
         if data is None or len(data) > _WRITE_BYTES:
-            run.content = content
+            job.content = content
             return False
         if not inbound.claim(run):
             return False  # it was cancelled meanwhile

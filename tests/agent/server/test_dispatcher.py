@@ -13,6 +13,8 @@ from arpc.agent.server.dispatcher import Inbound
 from arpc.errors import ProtocolError
 from arpc.testing import Cluster, cluster
 from arpc.transport.connection import BulkSend
+from arpc.wire.frames import frame
+from arpc.wire.messages import MessageType
 from tests.agent.leftovers import assert_nothing_left, until
 from tests.agent.stage import echo, echo_in_thread, echo_later, hold, hold_in_thread
 
@@ -29,6 +31,17 @@ async def until_waiting(group: Cluster, count: int) -> None:
     """So many requests of worker0 wait at worker1."""
     inbound = inbound_of(group)
     await until(lambda: len(inbound.waiting) == count, lambda: len(inbound.waiting))
+
+
+@pytest.mark.parametrize("type_", [MessageType.REQUEST, MessageType.RREF_FETCH])
+async def test_a_request_that_brings_nothing_is_refused(pair, type_):
+    replies = pair[1].agent.dispatcher.replies
+    await pair[0].rpc_sync("worker1", echo)
+    before = replies.calls_failed
+    pair[0].agent.known_peer("worker1").connection.send(frame(type_, 0, 1 << 40, 0, 0, b""))
+    await until(lambda: replies.calls_failed == before + 1)
+    assert await pair[0].rpc_sync("worker1", echo, args=(1,)) == 1
+    await assert_nothing_left(pair)
 
 
 # -- at most so many handlers at once

@@ -298,6 +298,7 @@ class Recorded:
         self.suspensions = 0
         self.host: Any = self
         self.inbound: Any = self
+        self.replies: Any = self
         self._function = function
         self._args = args
 

@@ -63,7 +63,7 @@ async def test_requests_that_wait_take_a_bounded_amount_of_memory():
         assert 1 in results
 
 
-@pytest.mark.parametrize("what", ["header", "functions"])
+@pytest.mark.parametrize("what", ["header", "functions", "a function without a number"])
 async def test_too_much_costs_the_connection(what, monkeypatch):
     monkeypatch.setattr(request_reader, "_MAX_FUNCTIONS", 100)
     async with cluster(2, options=RpcOptions(gc_freeze=False, max_header_bytes=1 << 12)) as group:
@@ -72,6 +72,8 @@ async def test_too_much_costs_the_connection(what, monkeypatch):
         connection = group[0].agent.known_peer("worker1").connection
         if what == "header":
             connection.send(frame(MessageType.REQUEST, 0, 1, 1, 0, b"", meta=bytes(1 << 13)))
+        elif what == "a function without a number":
+            connection.send(frame(MessageType.FUNCTION, 0, 0, 0, 0, b"cbuiltins\nlen\n."))
         else:
             for number in range(200):
                 connection.send(frame(MessageType.FUNCTION, 0, 0, 1000 + number, 0, b"cbuiltins\nlen\n."))

@@ -15,9 +15,9 @@ import torch
 
 import arpc
 from arpc.agent.server.functions import Function
-from arpc.agent.server.run import Run
+from arpc.agent.server.run import NO_CONTEXT, Run
+from arpc.agent.server.thread_job import ThreadJob
 from arpc.agent.server.thread_pool import Outbox, ThreadPool, _WakeUp
-from arpc.agent.server.thread_replies import NO_CONTEXT
 from arpc.testing import cluster
 from tests.agent.leftovers import assert_nothing_left, until
 from tests.agent.stage import call_on, call_on_in_thread, echo, echo_in_thread, hold_in_thread
@@ -132,9 +132,10 @@ async def test_a_function_that_is_cancelled_as_it_begins_still_has_its_context(p
         run.context = NO_CONTEXT
         return 0.0
 
-    monkeypatch.setattr("arpc.agent.server.run._clock", cancelled)
-    assert run.work() is not None
-    assert run.result == "its own"
+    monkeypatch.setattr("arpc.agent.server.thread_job._clock", cancelled)
+    job = ThreadJob(run)
+    assert job.work() is not None
+    assert job.result == "its own"
 
 
 # -- the pool itself
@@ -594,14 +595,14 @@ async def test_few_calls_of_what_is_known_to_be_quick_are_measured(pair, monkeyp
         times += 1
         return 1.0
 
-    monkeypatch.setattr("arpc.agent.server.run._clock", count)
+    monkeypatch.setattr("arpc.agent.server.thread_job._clock", count)
     for number in range(64):
-        run = Run(dispatcher, link.inbound, function, number, 0, copy_context(), args=("",))
-        assert run.work() == run._worked
+        job = ThreadJob(Run(dispatcher, link.inbound, function, number, 0, copy_context(), args=("",)))
+        assert job.work() == job.finish
     assert times == 2 * 4
     assert function.quickness.is_quick
     times = 0
-    run = Run(dispatcher, link.inbound, function, 0, 0, copy_context(), args=(0,))  # which has no length
-    assert run.work() == run._worked
+    job = ThreadJob(Run(dispatcher, link.inbound, function, 0, 0, copy_context(), args=(0,)))  # which has no length
+    assert job.work() == job.finish
     assert times == 2, "those that fail take their time, too"
-    assert isinstance(run.error, TypeError)
+    assert isinstance(job.error, TypeError)

@@ -20,6 +20,7 @@ from arpc.agent.client.deadlines import Deadlines
 from arpc.agent.server.functions import Function
 from arpc.agent.server.inbound import Inbound
 from arpc.agent.server.run import Run
+from arpc.agent.server.thread_job import ThreadJob
 from arpc.agent.server.thread_replies import ThreadReplies
 from arpc.ids import WorkerInfo
 from arpc.options import RpcOptions
@@ -305,6 +306,7 @@ class _Line:
         self.time = lambda: 0.0
         self.worker = None
         self.threads = self
+        self.replies = self
         self.is_ahead = False
         self.is_peer_elsewhere = False
 
@@ -343,10 +345,7 @@ def test_each_request_has_one_end(events):
     deadlines: Any = Deadlines.__new__(Deadlines)
     inbound = Inbound(line, WorkerInfo("caller", 0), deadlines, max_handlers=100, main_by_value=False)
     replies = ThreadReplies(inbound, line, encode, lambda _: None)
-    runs = [
-        Run(line, inbound, Function(len), number, 0, copy_context(), args=("",), thread_replies=replies)
-        for number in range(5)
-    ]
+    runs = [Run(line, inbound, Function(len), number, 0, copy_context(), args=("",)) for number in range(5)]
     for run in runs:
         inbound.register(run)
     worked: set[int] = set()
@@ -354,7 +353,7 @@ def test_each_request_has_one_end(events):
         run = runs[number]
         if event == "work" and number not in worked:
             worked.add(number)
-            assert run.work() is (None if run.ended else replies)
+            assert ThreadJob(run, replies).work() is (None if run.ended else replies)
             assert number not in inbound.running, "a cancellation comes too late now"
         elif event == "cancel":
             inbound.cancel(number)
@@ -371,7 +370,7 @@ def test_each_request_has_one_end(events):
             line.is_blocked = not line.is_blocked
     for run in runs:
         if run.id not in worked:
-            run.work()
+            ThreadJob(run, replies).work()
     line.is_blocked = False
     replies.send()
     answered = [int.from_bytes(data[8:16], "little") for data in line.sent]

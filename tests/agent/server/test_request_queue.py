@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import arpc
-from arpc.agent.server.reply_window import ResultSizes
+from arpc.agent.server.functions import ResultSizes
 from arpc.testing import Cluster, cluster
 from arpc.transport.connection import BulkSend
 from tests.agent.leftovers import assert_nothing_left, until
@@ -161,7 +161,7 @@ async def test_small_calls_end_while_large_results_wait(kind, is_known):
         for each in large:
             assert len(await each) == LARGE_BYTES
         await assert_nothing_left(group)
-        assert not link_of(group).inbound.reply_window.is_waited_for
+        assert not link_of(group).inbound.queue.is_waited_for
 
 
 @pytest.mark.parametrize("kind", ["def", "async def", "method", "async method"])
@@ -219,8 +219,8 @@ async def test_what_waits_for_room_can_be_cancelled(kind):
         begun.clear()
         shared_memory = BusySharedMemory(link_of(group).connection)
         large = [LARGE_CALLS[kind](group[0], store) for _ in range(20)]
-        window = lambda: link_of(group).inbound.reply_window  # noqa: E731
-        await until(lambda: window() is not None and window().is_waited_for)
+        inbound = link_of(group).inbound
+        await until(lambda: bool(inbound.queue and inbound.queue.is_waited_for))
         await group[0].rpc_sync("worker1", echo)
         for each in large[::2]:
             each.cancel()

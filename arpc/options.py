@@ -261,7 +261,7 @@ class RpcOptions:
     ``"127.0.0.1:27720"``; port 0 lets the system choose, see `Worker.http_address`. Beyond loopback it takes a secret.
     Empty: nowhere. ``ARPC_HTTP``"""
 
-    busy_poll: float = field(default_factory=lambda: _env_float("ARPC_BUSY_POLL", 0.0002))
+    busy_poll: float = field(default_factory=lambda: _env_float("ARPC_BUSY_POLL", 0.0004))
     """Seconds for which the loop stays awake once something has come, since the next message is likely to follow: to
     wake up a CPU takes longer than to answer. It gives way to other programs, stops while threads are busy, and becomes
     rare where polling finds nothing. 0: the loop sleeps at once, which is slower and uses less CPU.

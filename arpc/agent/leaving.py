@@ -25,7 +25,8 @@ class EarlierWork:
 
     def may_cause_calls(self, peers: Iterable[Peer]) -> bool:
         """Whether a request that comes now may be the consequence of this work."""
-        self._left &= self._under_way(peers)
+        if self._left:
+            self._left &= self._under_way(peers)
         return bool(self._left) and any(peer.calls_in_flight for peer in peers)
 
     def _under_way(self, peers: Iterable[Peer]) -> set[tuple[object, int]]:

@@ -83,7 +83,7 @@ class Phase(IntEnum):
     """How far this side is on the way to the end of a connection. `Protocol.state` says what the peer may still say."""
 
     SENDING = auto()
-    SILENT = auto()
+    CLOSING = auto()
     """It has said goodbye, or why it refuses the peer: what was sent before goes out, and no frame is sent any more."""
     ABORTED = auto()
     """What has not gone out is lost. `Connection._ended` is about to be called."""
@@ -141,7 +141,7 @@ class Connection(ABC):
         self._is_greeted = False
         self._messages_received: Callable[[Connection, list[Message]], None] = self._greet
         self.send = self._send_later
-        self._send_first: Callable[[bytes], None] = self._send_now
+        self._send_after_one_message: Callable[[bytes], None] = self._send_now
         """What `send` becomes after a read of one message."""
         self._watch: asyncio.TimerHandle | None = None
         self._frames_a_write = _MOST_A_WRITE
@@ -326,7 +326,7 @@ class Connection(ABC):
         self.bulk.append(bulk)
 
     def _begin_bulk(self, data: bytes, bulk: BulkSend) -> None:
-        if self._phase is Phase.SILENT:
+        if self._phase is Phase.CLOSING:
             self._write(data)  # it was parked when `close` was called
         else:
             self.send(data)
@@ -377,15 +377,18 @@ class Connection(ABC):
     def _pump(self) -> None:
         """Write chunks of the messages under way, in turns, until the peer is full."""
         self.flush()  # the frames that the chunks belong to
+        has_written = False
         while self.bulk.has_chunks and not self.is_full and self._phase is not Phase.ENDED:
+            has_written = True
             number, chunk = self.bulk.next_chunk()
             self.write_chunk(pack_header(chunk.nbytes, _DATA, 0, 0, number, 0, 0, 0, 0), chunk)
         self.tell_bulk_left()
-        self.end_if_last()
+        if has_written:
+            self.end_if_last()
 
     def end_if_last(self) -> None:
         """Large tensors have gone out: end if `close` was called, and they were the last."""
-        if self._phase is Phase.SILENT and not self.bulk:
+        if self._phase is Phase.CLOSING and not self.bulk:
             self._end_writing()
 
     # -- for lanes
@@ -436,7 +439,7 @@ class Connection(ABC):
             messages = self.protocol.receive(size_bytes)
             if len(messages) == 1:
                 self._messages_received(self, messages)
-                self.send = self._send_first
+                self.send = self._send_after_one_message
             else:
                 self._receive_several(messages, size_bytes)
         except Exception as error:  # noqa: BLE001 - told to the receiver
@@ -451,7 +454,7 @@ class Connection(ABC):
             if not self._is_greeted:
                 self._greet(self, messages)  # meanwhile the receiver sends nothing at once: WELCOME goes first
             if self._is_greeted:
-                self.send = self._send_first
+                self.send = self._send_after_one_message
             return
         self.is_reading = True
         if self._phase is Phase.SENDING:
@@ -501,7 +504,7 @@ class Connection(ABC):
             return
         self._error = self._error or error
         self.flush()  # a refusal is worth a farewell
-        self._fall_silent(Phase.SILENT)
+        self._stop_sending(Phase.CLOSING)
         self._shut()
 
     # -- the end
@@ -536,7 +539,7 @@ class Connection(ABC):
             self._out.append(goodbye)
         if was_open:
             self._pump()
-        self._fall_silent(Phase.SILENT)
+        self._stop_sending(Phase.CLOSING)
         if not was_open:
             self._shut()
             return
@@ -547,7 +550,7 @@ class Connection(ABC):
         """Close now; what has not gone out is lost."""
         if self._phase is not Phase.ENDED:
             self._error = self._error or error
-            self._fall_silent(Phase.ABORTED)
+            self._stop_sending(Phase.ABORTED)
             self._forget_output()
             self.protocol.close()
             self._abort()
@@ -556,10 +559,10 @@ class Connection(ABC):
         self.bulk.clear()
         self.bulk_left = None
 
-    def _fall_silent(self, phase: Phase) -> None:
+    def _stop_sending(self, phase: Phase) -> None:
         self._phase = max(self._phase, phase)
         self._out.clear()
-        self.send = self._send_first = self._refuse
+        self.send = self._send_after_one_message = self._refuse
 
     def _expect_handshake(self) -> None:
         seconds = self.handshake_s
@@ -592,7 +595,7 @@ class Connection(ABC):
             return
         is_on_purpose = self._phase is not Phase.SENDING or self.protocol.state is State.CLOSING
         self._stop_watching()
-        self._fall_silent(Phase.ENDED)
+        self._stop_sending(Phase.ENDED)
         self.protocol.close()
         self._forget_output()
         if self.shared_memory is not None:

@@ -78,7 +78,7 @@ class MemoryConnection(Connection):
             self.far.resume_writing()
         if parts:
             self._schedule()
-        elif self._has_eof and not (self._phase is Phase.SILENT and self.bulk):
+        elif self._has_eof and not (self._phase is Phase.CLOSING and self.bulk):
             self._end()
 
     # -- called by Connection

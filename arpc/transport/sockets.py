@@ -123,7 +123,7 @@ class StreamConnection(Connection, asyncio.BufferedProtocol):
     def eof_received(self) -> bool:
         self._has_eof = True
         # Our half closes too, once what was sent before `close` is out
-        return self._phase is Phase.SILENT and bool(self.bulk)
+        return self._phase is Phase.CLOSING and bool(self.bulk)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._busy_poll is not None:

@@ -106,12 +106,18 @@ class SecureConnection(StreamConnection):
             return
         self._error = self._error or _explained(self.address, error)
         self._send_ciphertext()  # the alert, which tells the other side
-        self._fall_silent(Phase.SILENT)
+        self._stop_sending(Phase.CLOSING)
         self.protocol.close()
         self._shut()
 
     def share_writing(self) -> None:
         """Threads cannot: what is written is encrypted in one order."""
+
+    def resume_writing(self) -> None:
+        if self._is_secure:
+            super().resume_writing()
+        else:
+            self.is_full = self.is_congested = False  # what is to be sent waits for the end of the handshake of TLS
 
     # -- called by Connection
 

@@ -12,7 +12,7 @@ from arpc.testing.endpoints import Endpoints, small_frame, turns_until
 from arpc.tls import TLS
 from arpc.transport.connection import Transport
 from arpc.transport.sockets import TcpTransport, split_tcp
-from arpc.transport.tls import TlsTransport
+from arpc.transport.tls import SecureConnection, TlsTransport
 from tests.certificates import authority, tls_for
 
 TCP = "tcp://127.0.0.1:0"
@@ -181,3 +181,18 @@ async def test_nothing_readable_is_on_the_wire():
         assert written
         assert b"secret" not in b"".join(written)
         near.connection._transport = transport
+
+
+async def test_a_network_that_was_full_during_the_handshake_of_tls_does_no_harm(monkeypatch):
+    begin = SecureConnection._begin
+
+    def begin_slowly(self: SecureConnection, transport: asyncio.BaseTransport) -> None:
+        begin(self, transport)
+        self.pause_writing()
+        self.resume_writing()
+
+    monkeypatch.setattr(SecureConnection, "_begin", begin_slowly)
+    async with two(tls_for("near"), tls_for("far")) as endpoints:
+        near, far = await endpoints.pair()
+        near.connection.send(small_frame(1, b"hello"))
+        await turns_until(lambda: far.messages)

@@ -88,7 +88,8 @@ class Caller:
         try:
             call_id = self.sender.send(Call(peer, waiter, function, args, kwargs, timeout, is_awaited=True))
             return await waiter
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, GeneratorExit):
+            waiter.cancel()  # if this coroutine was closed while it waited, nobody has done so
             peer.cancel(call_id)
             raise
         except RuntimeError:
@@ -168,6 +169,8 @@ class Caller:
 
         ``name`` is what people call it, see `Call`.
         """
+        if self._innermost.is_closed or get_ident() != self._thread:
+            self._innermost.refuse(function)  # before anybody who watches calls hears of it in the wrong thread
         call = Call(
             None,
             Future(loop=self._loop) if future is None else future,

@@ -113,7 +113,6 @@ class Placement:
         self._maps = {to: checked_device_map(to, mapping) for to, mapping in options.device_maps.items()}
         self._back = {to: {there: here for here, there in mapping.items()} for to, mapping in self._maps.items()}
         self.results = ResultPlacer(self._back)
-        self._stagers: dict[str, Stager] = {}
         self.to_caller = DeviceStager(backends, str, moves_host_memory=False)
         """For answers: they say where tensors were, and the caller knows where these belong."""
         self.all_to_caller = DeviceStager(backends, str, moves_host_memory=True)
@@ -153,15 +152,12 @@ class Placement:
 
     def stager(self, to: str) -> Stager:
         """For calls to a worker."""
-        stager = self._stagers.get(to)
-        if stager is None:
-            mapping = self._map(to)
-            stager = self._stagers[to] = DeviceStager(
-                self._backends,
-                partial(self._place_there, to, mapping),
-                moves_host_memory=mapping.get(_CPU, _CPU) != _CPU,
-            )
-        return stager
+        mapping = self._map(to)
+        return DeviceStager(
+            self._backends,
+            partial(self._place_there, to, mapping),
+            moves_host_memory=mapping.get(_CPU, _CPU) != _CPU,
+        )
 
     def _place_there(self, to: str, mapping: DeviceMap, device: torch.device) -> str:
         """Where the map for a worker says that tensors of a device belong."""

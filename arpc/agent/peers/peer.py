@@ -145,7 +145,7 @@ class Peer:
         self._window_bytes = options.window_bytes
         self._max_in_flight = options.max_calls_in_flight
         self._clear_bytes = -1 if self._max_in_flight else options.window_bytes
-        """Up to so many bytes in flight, nothing else has to be looked at."""
+        """A call that keeps the bytes in flight within this has room. -1: none has for sure, calls are counted too."""
         self._max_waiting = options.max_calls_waiting
         self._timeouts_travel = options.timeouts_travel
         self._connect = connect
@@ -464,12 +464,18 @@ class Peer:
         if self.thread_connections is not None:
             self.thread_connections.lost(connection, make_error)
         for call_id, call in sent:
-            self.calls.pop(call_id)
-            self.release(call)
+            if self.calls.pop(call_id) is None:
+                continue  # it has ended meanwhile, by what the end of another one set off
+            # not `release`: how long these have waited says nothing of how long the peer takes to answer
+            self.in_flight_bytes -= call.size_bytes
+            if call.sent_at:
+                self.in_flight_calls -= 1
             if not call.recipient.done():
                 call.recipient.set_exception(make_error(call.name))
-        if self.backlog:
+        if self.backlog and self.connection is None:
             self._wake()
+        elif self.backlog:
+            self.drain()  # another connection is open already
 
     def lost_with(self, error: Exception | None, reason: str | None, function: str) -> WorkerLostError:
         """The error of a call that was under way on a connection when that ended."""

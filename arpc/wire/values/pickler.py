@@ -122,7 +122,7 @@ class Pickler:
         self._reducers = dict(reducers or {})
         self._families = dict(families or {})
         self._kind = kind
-        self._free: list[_Parcel] = []
+        self._free: list[_BufferedPickler] = []
 
     def add_reducer(self, cls: type, reducer: Reducer) -> None:
         """Let objects of a class, and of this very class, travel in another way than they are pickled."""
@@ -143,7 +143,7 @@ class Pickler:
             try:
                 parcel = free.pop()
             except IndexError:
-                parcel = _Parcel(self._reducers, self._families, self._kind)
+                parcel = _BufferedPickler(self._reducers, self._families, self._kind)
             try:
                 payload, slots = parcel.dumps(obj, to)
             except _CANNOT:
@@ -158,7 +158,9 @@ class Pickler:
                     free.append(parcel)
                 if payload:
                     return payload, slots
-        careful = _Parcel(self._reducers, self._families, self._kind, is_careful=True, main_by_value=main_by_value)
+        careful = _BufferedPickler(
+            self._reducers, self._families, self._kind, is_careful=True, main_by_value=main_by_value
+        )
         try:
             pickled = careful.dumps(obj, to)
             careful.tell(is_rehearsal)
@@ -224,7 +226,7 @@ class Pickler:
         return not_run(SerializationError(f"the arguments of {name} cannot be sent: {text_of(error)}"))
 
 
-class _Parcel:
+class _BufferedPickler:
     """A pickler and all that it needs, used again and again. It is the `Parcel` that reducers see.
 
     Not to be used again after an error. A careful one is a pickler of the kind that pickles code by value, or refuses

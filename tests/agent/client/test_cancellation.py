@@ -97,6 +97,14 @@ async def test_the_task_that_awaits(pair, stage):
     await stage.wait_until("held cancelled")
 
 
+async def test_a_coroutine_that_is_closed_while_it_waits(pair, stage):
+    coroutine = pair[0].rpc_sync("worker1", hold)
+    coroutine.send(None)
+    await stage.wait_until("held begun")
+    coroutine.close()
+    await stage.wait_until("held cancelled")
+
+
 async def test_the_future(pair, stage):
     future = pair[0].rpc_async("worker1", hold)
     await stage.wait_until("held begun")

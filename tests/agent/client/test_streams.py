@@ -13,6 +13,7 @@ import torch
 
 import arpc
 from arpc.agent.client.streams import ItemOrder
+from arpc.agent.hooks.observers import Observer
 from arpc.testing import cluster
 from tests.agent.generators import (
     EVERY_GENERATOR,
@@ -280,3 +281,16 @@ def test_places_go_round_after_four_billion_items():
     order.item_arrived((1 << 32) - 1, 1)
     order.item_arrived(1, 3)
     assert taken == [1, 2, 3]
+
+
+async def test_observers_do_not_hear_of_a_stream_that_is_refused_in_another_thread(pair):
+    threads: list[int] = []
+
+    class Watching(Observer):
+        def request_begins(self, *_: Any) -> None:
+            threads.append(threading.get_ident())
+
+    pair[0].agent.observe(Watching())
+    with pytest.raises(RuntimeError, match="from a thread that is not"):
+        await asyncio.to_thread(pair[0].agent.stream, "worker1", count_up, (3,), None, arpc.options.UNSET, 4)
+    assert threads == []

@@ -299,3 +299,31 @@ async def test_functions_are_defined_again_on_the_next_connection(bench):
     assert bench.peer.function_ids == {echo: number}
     assert [type_ for type_, _ in second.others] == [MessageType.FUNCTION]
     assert bench.peer.define(lambda: None) == 0, "it has no name, and travels by value"
+
+
+async def test_calls_that_are_lost_say_nothing_of_how_long_the_peer_takes(monkeypatch):
+    bench = Bench(max_calls_in_flight=1)
+    connection = bench.open()
+    bench.peer.submit(*bench.call(), CONTENT)
+    waiting_id, waiting = bench.call(tick=Deadlines.tick(bench.loop.time(), 60))
+    bench.peer.submit(waiting_id, waiting, CONTENT)
+    now = bench.deadlines.now()
+    monkeypatch.setattr(bench.deadlines, "now", lambda: now + 35)
+    bench.peer.lost(connection, None, reason=None)
+    assert (bench.peer.in_flight_bytes, bench.peer.in_flight_calls) == (0, 0)
+    assert bench.open().calls == [waiting_id]
+    assert not waiting.recipient.done()
+    await bench.peer.aclose()
+
+
+async def test_a_lost_connection_makes_room_for_calls_on_the_next_one():
+    bench = Bench(max_calls_in_flight=1)
+    first = bench.open()
+    bench.peer.submit(*bench.call(), CONTENT)
+    waiting_id, waiting = bench.call()
+    bench.peer.submit(waiting_id, waiting, CONTENT)
+    second = bench.open()
+    assert second.calls == []
+    bench.peer.lost(first, None, reason=None)
+    assert second.calls == [waiting_id]
+    await bench.peer.aclose()

@@ -12,10 +12,10 @@ import arpc
 from arpc.agent.server.dispatcher import Inbound
 from arpc.errors import ProtocolError
 from arpc.testing import Cluster, cluster
-from arpc.transport.connection import BulkSend
 from arpc.wire.frames import frame
 from arpc.wire.messages import MessageType
 from tests.agent.leftovers import assert_nothing_left, until
+from tests.agent.shared_memory import BusySharedMemory
 from tests.agent.stage import echo, echo_in_thread, echo_later, hold, hold_in_thread
 
 
@@ -186,37 +186,13 @@ async def test_requests_wait_while_their_caller_does_not_read():
         await assert_nothing_left(group)
 
 
-class BusySharedMemory:
-    """Carries nothing, and says that it has enough to do."""
-
-    def __init__(self) -> None:
-        self.is_behind = True
-        self.has_news = False
-        self.unread_bytes = 0
-
-    def carry(self, data: bytes, bulk: BulkSend) -> bool:
-        return False
-
-    def opened(self) -> None:
-        raise AssertionError
-
-    def closing(self) -> None:
-        pass
-
-    def closed(self) -> None:
-        pass
-
-    def take_news(self) -> bytes:
-        raise AssertionError
-
-
 @pytest.mark.parametrize("ask_meanwhile", [True, False])
 async def test_requests_wait_while_replies_wait_to_be_copied(ask_meanwhile):
     """One large reply after another that nobody copies yet would only fill memory."""
     async with cluster(2) as group:
         await group[0].rpc_sync("worker1", echo)
         inbound = inbound_of(group)
-        inbound.connection.shared_memory = shared_memory = BusySharedMemory()
+        shared_memory = BusySharedMemory(inbound.connection)
         assert await group[0].rpc_sync("worker1", echo, args=(1,)) == 1, "no large reply, no reason to wait"
         large = [group[0].rpc_async("worker1", make_ones, args=(1 << 18,)) for _ in range(8 if ask_meanwhile else 1)]
         assert (await large[0]).numel() == 1 << 18

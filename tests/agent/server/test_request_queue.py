@@ -13,8 +13,8 @@ import torch
 import arpc
 from arpc.agent.server.functions import ResultSizes
 from arpc.testing import Cluster, cluster
-from arpc.transport.connection import BulkSend
 from tests.agent.leftovers import assert_nothing_left, until
+from tests.agent.shared_memory import BusySharedMemory
 from tests.agent.stage import echo, echo_in_thread
 
 LARGE_BYTES = 1 << 17
@@ -71,36 +71,6 @@ class Store:
 
     async def small_on_the_loop(self) -> int:
         return 1
-
-
-class BusySharedMemory:
-    """Carries nothing, and has enough to do until it is said to have caught up: nothing large may begin."""
-
-    def __init__(self, connection: Any) -> None:
-        self.is_behind = True
-        self.has_news = False
-        self.unread_bytes = 0
-        self._connection = connection
-        connection.shared_memory = self
-
-    def carry(self, data: bytes, bulk: BulkSend) -> bool:
-        return False
-
-    def opened(self) -> None:
-        raise AssertionError
-
-    def closing(self) -> None:
-        pass
-
-    def closed(self) -> None:
-        pass
-
-    def take_news(self) -> bytes:
-        raise AssertionError
-
-    def catch_up(self) -> None:
-        self.is_behind = False
-        self._connection.tell_drained()
 
 
 def link_of(group: Cluster) -> Any:

@@ -27,8 +27,9 @@ __all__ = ["ENDLESS", "NO_GRADIENTS", "AutogradContext", "Container", "Send", "c
 current_context_id: ContextVar[int | None] = ContextVar("arpc.autograd", default=None)
 """The context that this code records in. Handlers have that of their caller."""
 
-# Messages of a context that has ended may still arrive for a while, and must not bring it to life again
+# Messages of contexts that are not here may still arrive for a while. They must not bring to life again what has ended
 _TOMBSTONES: Final = 4096
+"""How many contexts that are not here are remembered: of those that have ended, of those left, and of all others."""
 _MAX_OF_PEER: Final = 65_536
 """How many contexts one worker may have here that have not ended."""
 
@@ -165,11 +166,9 @@ class AutogradContext(msgspec.Struct, eq=False):
 
 
 class Absent(msgspec.Struct, eq=False):
-    """What is remembered of a context that is not here: messages of it may still arrive."""
+    """What is remembered of a context that is not here, and has not ended: messages of it may still arrive."""
 
-    has_ended: bool = False
-    """It must not be brought to life again. Nothing else matters then."""
-    left_after: int | None = None
+    last_pass: int = -1
     """The pass after which this worker was left with nothing of it; -1 if it left with the answer to a call."""
     told: int = -1
     """The worker that hears, or has heard, that this one has left."""
@@ -197,8 +196,12 @@ class Container:
         """Told of a context that this worker had left, and makes a call in again."""
         self.leaves_unused = True
         """Whether a context that nothing was recorded in is left with the answer to a call."""
-        self._absent: OrderedDict[int, Absent] = OrderedDict()
-        """Contexts of other workers, in the order in which this was learned of them."""
+        # Contexts of other workers. Each table has room of its own, and forgets what was learned first
+        self._ended: OrderedDict[int, None] = OrderedDict()
+        self._left: OrderedDict[int, Absent] = OrderedDict()
+        """Those that this worker was left with nothing of."""
+        self._unknown: OrderedDict[int, Absent] = OrderedDict()
+        """Those that were heard of before any call in them came."""
         self.identify(worker_id)
 
     def identify(self, worker_id: int) -> None:
@@ -224,19 +227,18 @@ class Container:
         context = self.contexts.get(context_id)
         if context is not None or context_id >> LOCAL_BITS == self.worker_id:
             return context
-        absent = self._absent.get(context_id)
-        if absent is not None and absent.has_ended:
+        if context_id in self._ended:
             return None
         if len(self.contexts) >= _MAX_OF_PEER:
             self._check_number(caller)
         context = self.contexts[context_id] = AutogradContext(context_id)
         self.callable[context_id] = None
+        absent = self._left.pop(context_id, None) or self._unknown.pop(context_id, None)
         if absent is not None:
-            del self._absent[context_id]
             context.aborted_passes, context.told_early = absent.failed, absent.told_early
-            context.clock = absent.clock
-            if absent.left_after is not None and absent.left_after != -1:
-                context.last_pass, context.last_announced_to = absent.left_after, (absent.told,)
+            context.clock, context.last_pass = absent.clock, absent.last_pass
+            if absent.last_pass != -1:
+                context.last_announced_to = (absent.told,)
         return context
 
     def _check_number(self, caller: int) -> None:
@@ -291,28 +293,26 @@ class Container:
 
     def _leave(self, context: AutogradContext, after: int, told: int) -> None:
         del self.contexts[context.id]
-        self._remember(context.id, Absent(False, after, told, context.clock))
-
-    def _remember(self, context_id: int, absent: Absent) -> None:
-        remembered = self._absent
-        remembered[context_id] = absent
-        remembered.move_to_end(context_id)
-        if len(remembered) > _TOMBSTONES:
-            oldest, _ = remembered.popitem(last=False)
+        self._left[context.id] = Absent(after, told, context.clock)
+        if len(self._left) > _TOMBSTONES:
+            oldest, _ = self._left.popitem(last=False)
             self.callable.pop(oldest, None)
 
-    def _absent_one(self, context_id: int) -> Absent | None:
-        """What is remembered of a context of another worker that is not here, to be added to; None if it has ended."""
-        absent = self._absent.get(context_id)
-        if absent is None and context_id >> LOCAL_BITS != self.worker_id:
-            absent = Absent()
-            self._remember(context_id, absent)
-        return None if absent is None or absent.has_ended else absent
+    def _note_of(self, context_id: int) -> Absent | None:
+        """Where to note news of a context that is not here; None if it has ended, and nothing will come of it."""
+        if context_id in self._ended or context_id >> LOCAL_BITS == self.worker_id:
+            return None
+        note = self._left.get(context_id) or self._unknown.get(context_id)
+        if note is None:
+            note = self._unknown[context_id] = Absent()
+            if len(self._unknown) > _TOMBSTONES:
+                self._unknown.popitem(last=False)
+        return note
 
     def rejoin(self, context_id: int) -> AutogradContext | None:
         """The context of a task that outlives its handler, if this worker has left it with the answer of that."""
-        absent = self._absent.get(context_id)
-        if absent is None or absent.left_after != -1:
+        left = self._left.get(context_id)
+        if left is None or left.last_pass != -1:
             return None
         context = self.enter(context_id, context_id >> LOCAL_BITS)
         if context is not None:
@@ -321,25 +321,24 @@ class Container:
 
     def has_left(self, context_id: int) -> bool:
         """Whether this worker was left with nothing of a context."""
-        absent = self._absent.get(context_id)
-        return absent is not None and absent.left_after is not None
+        return context_id in self._left
 
     def has_told_that_it_left(self, context_id: int, pass_id: int, told: int) -> bool:
         """Whether it was in that pass, and that worker hears of it, or has."""
-        absent = self._absent.get(context_id)
-        return absent is not None and (absent.left_after, absent.told) == (pass_id, told)
+        left = self._left.get(context_id)
+        return left is not None and (left.last_pass, left.told) == (pass_id, told)
 
     def fail_early(self, context_id: int, pass_id: int) -> None:
         """A pass has failed, of a context that is not known here: what is to begin it may still come."""
-        if (absent := self._absent_one(context_id)) is not None:
-            absent.failed |= {pass_id}
+        if (note := self._note_of(context_id)) is not None:
+            note.failed |= {pass_id}
 
     def tell_early(self, context_id: int, pass_id: int, told: int, *, has_announced: bool) -> None:
         """A worker is told that nothing is live here, of an unknown context: a call may have been overtaken."""
-        if (absent := self._absent_one(context_id)) is not None:
-            by_worker = absent.told_early.get(pass_id, {})
+        if (note := self._note_of(context_id)) is not None:
+            by_worker = note.told_early.get(pass_id, {})
             by_worker[told] = has_announced or by_worker.get(told, False)
-            absent.told_early = {pass_id: by_worker}
+            note.told_early = {pass_id: by_worker}
 
     def find(self, context_id: int) -> AutogradContext:
         """A context by its id. Raises `AutogradError` if it is not known here."""
@@ -355,7 +354,11 @@ class Container:
         """End a context here, once and for all; None if it is not known."""
         self.callable.pop(context_id, None)
         if context_id >> LOCAL_BITS != self.worker_id:  # of its own no message brings one to life
-            self._remember(context_id, Absent(has_ended=True))
+            self._ended[context_id] = None
+            if len(self._ended) > _TOMBSTONES:
+                self._ended.popitem(last=False)
+            self._left.pop(context_id, None)
+            self._unknown.pop(context_id, None)
         return self.contexts.pop(context_id, None)
 
 

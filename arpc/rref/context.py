@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextvars import Context
 from threading import get_ident
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar, cast
 
 from arpc.agent.agent import Agent
 from arpc.agent.peers.link import PeerWatcher
@@ -124,11 +124,9 @@ class RRefContext(PeerWatcher):
                     self.post.add(message, to, item)
                 case AwaitCreation(rref):
                     self.inquiries.expected(rref)
-                case FailValue(rref, reason):
-                    value = self.forks.owned.get(rref)
-                    if value is not None:  # even if nothing waits for it yet: later calls raise the error
-                        error = RRefCreationError(f"the value of RRef {_text(rref)} was never created: {reason}")
-                        value.fail(error)
+                case FailValue(owned, reason):
+                    error = RRefCreationError(f"the value of RRef {_text(owned.rref)} was never created: {reason}")
+                    cast("Value", owned).fail(error)  # even if nothing waits for it yet: later calls raise the error
                 case MarkConfirmed(fork):
                     self._answer(fork)
                 case MarkLost(fork, is_refused):

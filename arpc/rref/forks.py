@@ -345,7 +345,7 @@ class Forks(Generic[U, V]):
         if owned.state is not _EXPECTED:
             return _NOTHING
         owned.state = OwnerState.ABANDONED
-        return (FailValue(owned.rref, reason),)
+        return (FailValue(owned, reason),)
 
     def fork_requested(self, rref: RRefId, fork: ForkId, user: WorkerInfo, is_created: bool) -> _Instructions:
         """A user asks to be counted. Afterwards `counts` tells whether it is."""
@@ -399,6 +399,7 @@ class Forks(Generic[U, V]):
     def _drop_if_unused(self, owned: V) -> None:
         if not (owned.forks or owned.holds):
             del self.owned[owned.rref]
+            owned.dropped()
 
     # -- events: workers that are lost, and come back
 

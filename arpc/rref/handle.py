@@ -443,12 +443,8 @@ class RRef(Generic[T_co]):
                 self._context.agent.check_loop()
                 raise
         elif (value := self._value) is not None:
-            owned = self._context.forks.owned
-            if owned.get(value.rref) is value:
+            if self._context.forks.owned.get(value.rref) is value:
                 self._context.forks.owner_handle_dropped(value.rref)
-                if value.rref not in owned and not value.is_ready:
-                    # The creation has yet to come, and makes another value: nothing may wait for this one
-                    value.fail(RRefError(f"RRef {self.ids()[0]} was released before its value was there"))
             self._value = Value(value.rref, OwnerState.READY, content=None)
 
     async def __aenter__(self) -> Self:

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from arpc.ids import WorkerInfo
-from arpc.rref.states import ForkId, RRefId
+from arpc.rref.states import ForkId, Owned, RRefId
 from arpc.wire.messages import Message
 
 __all__ = ["AwaitCreation", "FailValue", "ForgetFork", "Instruction", "MarkConfirmed", "MarkLost", "Send"]
@@ -32,9 +32,12 @@ class AwaitCreation(Instruction, frozen=True):
 
 
 class FailValue(Instruction, frozen=True):
-    """It will never be created: all that wait for it, or ask for it later, get an error with the reason."""
+    """It will never be created: all that wait for it, or ask for it later, get an error with the reason.
 
-    rref: RRefId
+    It may have been dropped since: then nobody asks for it later, but somebody may wait for it still.
+    """
+
+    owned: Owned
     reason: str
 
 

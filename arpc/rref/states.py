@@ -95,3 +95,6 @@ class Owned(msgspec.Struct, eq=False):
     """Handles on this worker, calls that wait for the value, and the creation while it runs."""
     since: float = msgspec.field(default_factory=monotonic)
     """For reports; nothing is decided by it."""
+
+    def dropped(self) -> None:
+        """Nobody holds it any more. If its creation comes after all, that makes another value."""

@@ -9,9 +9,9 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
 from arpc.agent.server.remote_exceptions import raisable
-from arpc.errors import RRefCreationError, set_may_have_run
+from arpc.errors import RRefCreationError, RRefError, set_may_have_run
 from arpc.ids import GloballyUniqueId
-from arpc.rref.states import Owned
+from arpc.rref.states import Owned, OwnerState
 from arpc.torchjit import ScriptModule
 from arpc.user_errors import fresh, is_a, traceback_of, type_name_of, with_traceback
 
@@ -114,6 +114,11 @@ class Value(Owned, eq=False):
             set_may_have_run(error, may_have_run=True)  # it may be that of a call which the function made
             raise with_traceback(error, self._traceback)
         return self.content
+
+    def dropped(self) -> None:
+        if self.state is not OwnerState.ABANDONED and not self.is_ready:  # who abandoned it says why
+            text = f"RRef {GloballyUniqueId.from_int(self.rref)} was released before its value was there"
+            self.fail(RRefError(text))
 
     # -- as what keeps the result of a request
 

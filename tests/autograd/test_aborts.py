@@ -191,7 +191,7 @@ def test_a_pass_that_failed_before_its_context_was_known():
     container.fail_early(other, 5)  # nothing will ever come of it
     for number in range(10_000):
         container.fail_early(3 << 48 | number, 1)
-    assert len(container._absent) <= 4096
+    assert len(container._unknown) <= 4096
 
 
 @arpc.inline

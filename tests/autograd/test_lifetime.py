@@ -222,7 +222,8 @@ async def test_many_passes_leave_nothing(group):
     for worker in group:
         container = worker.autograd.container
         assert not container.contexts
-        assert len(container._absent) == (200 if worker is not group[0] else 0)
+        assert len(container._ended) + len(container._left) == (200 if worker is not group[0] else 0)
+        assert not container._unknown
         assert not worker.autograd.lifetimes._tasks
 
 
@@ -283,7 +284,7 @@ def test_tombstones_are_bounded():
     for number in range(10_000):
         container.enter(6 << 48 | number, 6)
         container.remove(6 << 48 | number)
-    assert len(container._absent) <= 4096
+    assert len(container._ended) <= 4096
 
 
 def test_so_is_what_is_remembered_of_contexts_that_were_left_or_asked_for():
@@ -294,7 +295,8 @@ def test_so_is_what_is_remembered_of_contexts_that_were_left_or_asked_for():
         assert container.try_to_leave(context, 1, told=6)
         container.tell_early(7 << 48 | number, 1, 6, has_announced=True)
     assert not container.contexts
-    assert len(container._absent) <= 4096
+    assert len(container._left) <= 4096
+    assert len(container._unknown) <= 4096
     assert not container.callable
     told = 7 << 48 | 9_999
     container.tell_early(told, 0, 6, has_announced=True)
@@ -305,6 +307,54 @@ def test_so_is_what_is_remembered_of_contexts_that_were_left_or_asked_for():
     container.remove(told)
     container.tell_early(told, 2, 6, has_announced=True)  # it has ended, and nothing will ever come of it
     assert container.enter(told, 6) is None
+
+
+@pytest.mark.parametrize("tells", ["ends", "failed passes", "early news"])
+def test_what_is_learned_of_others_does_not_make_it_forget_a_context_that_it_left(tells):
+    container = Container(5)
+    left = container.enter(6 << 48, 6)
+    assert left is not None
+    left.known_workers[6] = 1
+    assert container.try_to_leave_unused(left, told=6)
+    for number in range(1, 5_000):
+        if tells == "ends":
+            container.remove(6 << 48 | number)
+        elif tells == "failed passes":
+            container.fail_early(6 << 48 | number, 1)
+        else:
+            container.tell_early(6 << 48 | number, 1, 6, has_announced=True)
+    assert container.has_left(6 << 48)
+    assert 6 << 48 in container.callable  # a task that outlives its handler may go on there
+    assert container.rejoin(6 << 48) is container.find(6 << 48)
+
+
+@pytest.mark.parametrize("tells", ["failed passes", "early news", "contexts left"])
+def test_what_is_learned_of_others_brings_no_context_to_life_again(tells):
+    container = Container(5)
+    container.enter(6 << 48, 6)
+    container.remove(6 << 48)
+    for number in range(1, 5_000):
+        if tells == "failed passes":
+            container.fail_early(6 << 48 | number, 1)
+        elif tells == "early news":
+            container.tell_early(6 << 48 | number, 1, 6, has_announced=True)
+        else:
+            context = container.enter(6 << 48 | number, 6)
+            assert context is not None
+            assert container.try_to_leave(context, 1, told=6)
+    assert container.enter(6 << 48, 6) is None
+
+
+def test_contexts_that_are_left_do_not_make_it_forget_news_of_others():
+    container = Container(5)
+    container.fail_early(7 << 48, 3)
+    for number in range(5_000):
+        context = container.enter(6 << 48 | number, 6)
+        assert context is not None
+        assert container.try_to_leave(context, 1, told=6)
+    entered = container.enter(7 << 48, 6)
+    assert entered is not None
+    assert entered.aborted_passes == {3}
 
 
 def test_a_pass_can_be_taken_back_until_the_next_has_ended():

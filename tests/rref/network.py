@@ -373,7 +373,8 @@ class Network:
                 case i.Send(message, to, item) if message is RRefCreationFailed:
                     oldest = machine.numbers[to.id].oldest
                     self.bag.append(Packet("failed", machine.id, to.id, item[:3], 0, oldest))
-                case i.FailValue(rref):
+                case i.FailValue(owned):
+                    rref = owned.rref
                     assert rref not in self.values, f"{rref} was created, and is said not to be"
                     self.failed.add(rref)
                 case e.DropValue(rref):

@@ -151,7 +151,7 @@ def test_only_a_confirmed_creation_is_known_to_have_reached_its_owner(event, is_
 
 def test_a_creation_that_was_abandoned_before_it_arrives_is_not_run():
     forks = b()
-    assert run(forks, CreationAbandoned(R, F, A, "cut")) == [FailValue(R, "cut")]
+    assert run(forks, CreationAbandoned(R, F, A, "cut")) == [FailValue(forks.owned[R], "cut")]
     assert run(forks, CreationArrived(R, F, A)) == []
     assert run(forks, UserDeleted(R, F)) == [DropValue(R)]
     assert forks.is_idle
@@ -169,7 +169,7 @@ def test_users_of_an_abandoned_creation_hear_of_it():
     forks = b()
     assert run(forks, ForkRequested(R, H, C, is_created=False)) == [AwaitCreation(R)]
     assert forks.owned[R].state is OwnerState.EXPECTED
-    assert run(forks, CreationAbandoned(R, F, A, "cut")) == [FailValue(R, "cut")]
+    assert run(forks, CreationAbandoned(R, F, A, "cut")) == [FailValue(forks.owned[R], "cut")]
     assert run(forks, CreationAbandoned(R, F, A, "cut")) == []
     assert run(forks, CreationArrived(R, F, A), UserDeleted(R, F)) == []
     assert run(forks, UserDeleted(R, H)) == [DropValue(R)]
@@ -190,7 +190,7 @@ def test_a_creation_that_its_creator_knows_nothing_of_is_not_expected_any_more()
     forks = b()
     run(forks, ForkRequested(R, H, C, is_created=False))
     (failed,) = run(forks, CreationDenied(R))
-    assert failed == FailValue(R, failed.reason)
+    assert failed == FailValue(forks.owned[R], failed.reason)
     assert run(forks, CreationDenied(R), CreationArrived(R, F, A)) == []
     assert run(forks, UserDeleted(R, H)) == [DropValue(R)]
     assert run(forks, CreationDenied(R)) == []
@@ -395,7 +395,7 @@ def test_a_value_whose_creator_is_lost_is_not_expected_any_more():
     forks = b()
     run(forks, ForkRequested(R, H, C, is_created=False))
     (failed,) = run(forks, PeerLost(A))
-    assert failed == FailValue(R, failed.reason)
+    assert failed == FailValue(forks.owned[R], failed.reason)
     assert run(forks, ForkRequested(unique(0, 9), unique(2, 9), C, is_created=False)) == []
     assert unique(0, 9) not in forks.owned
 

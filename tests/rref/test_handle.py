@@ -14,6 +14,7 @@ import torch
 
 import arpc
 from arpc.agent.scope import current_scope
+from arpc.ids import GloballyUniqueId, WorkerInfo
 from tests.rref import objects
 from tests.rref.conftest import nothing_is_held, until
 from tests.rref.objects import Counter, Gate, gates
@@ -369,6 +370,33 @@ async def test_who_waits_for_a_value_that_is_released_before_it_is_there_hears_o
     await rref.release()
     with pytest.raises(arpc.RRefError, match="released before its value was there"):
         await waits
+
+
+async def test_who_waits_for_a_value_hears_of_it_when_its_last_user_ends_after_the_release(group):
+    rref = arpc.remote("worker0", objects.make_number, (7,))
+    forks, fork = group[0].rref_context.forks, group[0].rref_context.ids.next_number()
+    forks.fork_offered(rref._rref, fork, group[1].info, None)
+    waiting = [asyncio.create_task(rref.to_here()), asyncio.create_task(rref.local_value())]
+    await asyncio.sleep(0)  # they wait, and the creation has not come yet
+    await rref.release()
+    assert not forks.owned[rref._rref].is_ready
+    forks.user_deleted(rref._rref, fork)
+    assert rref._rref not in forks.owned
+    for waits in waiting:
+        with pytest.raises(arpc.RRefError, match="released before its value was there"):
+            await asyncio.wait_for(waits, 10)
+
+
+async def test_who_waits_for_a_value_hears_that_the_only_one_who_held_it_and_was_to_create_it_is_lost(group):
+    context, gone = group[0].rref_context, WorkerInfo("gone", 77)
+    rref, fork = (GloballyUniqueId(77, number).to_int() for number in range(2))
+    context.forks.fork_requested(rref, fork, gone, is_created=False)
+    waits = asyncio.create_task(context.forks.owned[rref].get())
+    await asyncio.sleep(0)
+    context.peer_lost(gone, "it died")
+    assert rref not in context.forks.owned
+    with pytest.raises(arpc.RRefCreationError, match="the worker that was to create it is lost"):
+        await asyncio.wait_for(waits, 10)
 
 
 async def test_release_on_the_owner(group):

@@ -65,7 +65,7 @@ _REQUESTED: Final = UserState.REQUESTED
 _CONFIRMED: Final = UserState.CONFIRMED
 _LOST: Final = UserState.LOST
 _EXPECTED: Final = OwnerState.EXPECTED
-_RUNNING: Final = OwnerState.CREATING
+_BEING_CREATED: Final = OwnerState.CREATING
 _READY: Final = OwnerState.READY
 _REMEMBERED_OWNERS: Final = 1024
 """How many lost owners are told of forks that have ended, should they come back."""
@@ -306,11 +306,11 @@ class Forks(Generic[U, V]):
         """A worker wants a value created here; None if it must not be, because it was given up."""
         owned = self.owned.get(rref)
         if owned is None:  # nobody has asked for it before
-            owned = self.owned[rref] = self._make_owned(rref, _RUNNING, {fork: user}, 1)
+            owned = self.owned[rref] = self._make_owned(rref, _BEING_CREATED, {fork: user}, 1)
             return owned
         if owned.state is not _EXPECTED:
             return None
-        owned.state = _RUNNING
+        owned.state = _BEING_CREATED
         owned.forks[fork] = user
         owned.holds += 1
         return owned
@@ -318,7 +318,7 @@ class Forks(Generic[U, V]):
     def creation_ended(self, rref: RRefId) -> None:
         """The value, or the error in its place, is there."""
         owned = self.owned.get(rref)
-        if owned is not None and owned.state is _RUNNING:
+        if owned is not None and owned.state is _BEING_CREATED:
             owned.state = _READY
             owned.holds -= 1
             if not owned.forks:

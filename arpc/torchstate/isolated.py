@@ -71,12 +71,6 @@ class Wrapper(Coroutine[Any, Any, T]):
         # Not a generator of ours: tools that follow cr_await must find the user's coroutine behind this object.
         return self
 
-    def __del__(self) -> None:
-        # A coroutine that is dropped while it waits leaves its blocks now, so it needs its state. One that never
-        # started is left alone: the interpreter warns that nobody awaited it.
-        if getattr(self, "cr_suspended", False):
-            self.close()
-
     def __getattr__(self, name: str) -> Any:
         if name in type(self).__slots__:  # not initialised: __init__ was called wrongly
             raise AttributeError(name)
@@ -97,6 +91,12 @@ class _Swapping(Wrapper[T]):
     def state(self) -> SavedState:
         """The coroutine's own torch state, as of its last suspension or its end."""
         return self._state
+
+    def __del__(self) -> None:
+        # A coroutine that is dropped while it waits leaves its blocks now, so it needs its state. One that never
+        # started is left alone: the interpreter warns that nobody awaited it.
+        if getattr(self, "cr_suspended", False):
+            self.close()
 
     @isolating_driver
     def _step(self, resume: Callable[..., Any], *args: Any) -> Any:

@@ -36,6 +36,7 @@ _COROUTINE: Final = Mode.COROUTINE
 _THREAD: Final = Mode.THREAD
 _INLINE: Final = Mode.INLINE
 _UNKNOWN: Final = Mode.UNKNOWN
+_GENERATORS: Final = (Mode.GENERATOR, Mode.ASYNC_GENERATOR)
 _STREAM: Final = int(RequestFlag.STREAM)
 _now_ns = time.perf_counter_ns
 
@@ -149,6 +150,8 @@ class Dispatcher:
             try:
                 if run.function.error is not None:
                     raise run.function.error.with_traceback(None)
+                if mode in _GENERATORS and not run.is_stream and run.creation is None:
+                    raise TypeError(f"{run.name} is a generator: call it with arpc.stream")
                 run.context.run(prepare, run)
                 mode = run.function.mode  # the function may have come with them, or has to wait for one of them
                 if mode is _UNKNOWN:

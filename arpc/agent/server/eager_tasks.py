@@ -169,7 +169,8 @@ class EagerTasks:
         run.task = idle_task.task
         if not idle_task.wake_up.done():
             idle_task.wake_up.set_result(None)
-        run.inbound.register(run)  # from now on it can be cancelled
+        if not run.ended:
+            run.inbound.register(run)  # from now on it can be cancelled
         self._more()
 
     def _more(self) -> None:

@@ -57,10 +57,10 @@ class Inbound:
         """Lets them wait, from the first one on."""
         self._deadlines = deadlines
         self._time = connection.loop.time
-        self._first_due = inf
-        """When to look for requests that have expired: none has before that, or only just."""
+        self._look_at = inf
+        """When to look for requests that have expired. -inf once the connection has ended: never again."""
         self._tick = NEVER
-        """When to look for those that expire; some time after `_first_due`."""
+        """The tick of that time."""
         self._replies: dict[int, BulkSend] = {}
         self.thread_replies: ThreadReplies | None = None
         """Where threads put what they answer without the loop, from the first time that one could."""
@@ -108,21 +108,23 @@ class Inbound:
             due = run.due
             if due is None:
                 due = run.due = self._time() + run.timeout_ms / 1000
-            if due < self._first_due:
+            if due < self._look_at:
                 self._look_for_expired(due)
 
     def _look_for_expired(self, due: float) -> None:
-        """Look for requests that have expired once that time has passed. Most will have ended before."""
+        """Look for requests that have expired soon after that time, or before. Most will have ended by then."""
         deadlines, now = self._deadlines, self._time()
-        deadlines.unwatch(self._tick, self)
-        self._first_due = due
-        self._tick = deadlines.tick(now, due - now)
-        deadlines.watch(self._tick, self)
+        tick = deadlines.tick(now, due - now)
+        look_at = deadlines.time_of(tick)  # up to 1/64 of the time away from ``due``
+        if look_at < self._look_at:
+            deadlines.unwatch(self._tick, self)
+            self._tick, self._look_at = tick, look_at
+            deadlines.watch(tick, self)
 
     def expire(self, tick: int) -> None:
         """End the requests whose deadline has passed, and find out when the next one will."""
         now = self._time()
-        self._first_due = next_due = inf
+        self._look_at = next_due = inf
         for run in list(self.running.values()):
             if run.due is None or run.expired:
                 continue  # it has no deadline, or has been cancelled for it and goes on
@@ -130,7 +132,7 @@ class Inbound:
                 run.expire()
             else:
                 next_due = min(next_due, run.due)
-        if next_due < self._first_due:
+        if next_due < self._look_at:
             # Each look goes over all that run: with thousands of them it must not become all that the loop does
             self._look_for_expired(max(next_due, now + _PAUSE_S * len(self.running)))
 
@@ -183,3 +185,4 @@ class Inbound:
             run.cancel()
         # nobody waits for those that go on, and a deadline may be far away: until then it would keep the connection
         self._deadlines.unwatch(self._tick, self)
+        self._look_at = -inf

@@ -77,7 +77,7 @@ class Replies:
         if kind is HandOver:
             self._hand_over(run, result)
             return
-        if kind is not Content:  # else a thread, or a handler of the runtime, has encoded it
+        if kind is not Content or run.creation is not None:  # else a thread, or a handler of ours, has encoded it
             if (run.is_stream or not run.function.is_final) and self._goes_on(run, result):
                 return
             if run.creation is not None:

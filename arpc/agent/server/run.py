@@ -81,7 +81,7 @@ class Run(msgspec.Struct):
     is_registered: bool = False
     """It can be cancelled, and expires: see `Inbound.register`."""
     is_counted: bool = False
-    """The reply window has let it go to a thread, and is to hear when it leaves that."""
+    """The queue has let it go to a thread though its result may be large, and is to hear when it leaves that."""
     has_called: bool = False
     """Its thread has made calls, which may not have begun."""
     nested: list[asyncio.Future[Any]] | None = None

@@ -129,3 +129,17 @@ def test_a_function_that_was_never_sent_has_an_error(desk):
     message: Any = SimpleNamespace(id=5, arg=77)
     error = desk.inbound.function_of(message).error
     assert "call 5 of function 77, which was never sent" in str(error)
+
+
+def test_a_short_deadline_does_not_wait_for_the_look_at_a_long_one(desk):
+    desk.inbound.claim(desk.begin(1, 60))
+    desk.pass_time(59.95)
+    desk.begin(2, 0.1)
+    desk.pass_time(0.15)
+    assert desk.ended == [2]
+
+
+def test_nothing_is_watched_after_the_end_of_the_connection(desk):
+    desk.inbound.cancel_all()
+    desk.begin(1, 60)
+    assert not any(desk.deadlines._watchers.values())

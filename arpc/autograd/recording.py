@@ -140,8 +140,6 @@ class Recorder(Interceptor):
         tensors = _tensors_requiring_grad(slots)
         if not tensors:
             raise ProtocolError("gradients were announced for a message without tensors that require grad")
-        for tensor in tensors:
-            tensor.requires_grad = False  # as a leaf; from now on it does by its history
         record = RecvRecord(message_id, sender, len(tensors), stamp)
         if _is_grad_enabled():
             attached = attach_recv(tensors, record)

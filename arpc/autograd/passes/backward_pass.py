@@ -27,7 +27,7 @@ from arpc.autograd.engine.run_policy import RunPolicy, extent_of
 from arpc.autograd.failure import node_failure, peer_failure
 from arpc.autograd.passes.messages import Parcel, PassHeading, unpack_parcel
 from arpc.autograd.passes.plan import Edge, Plan, Send
-from arpc.autograd.passes.protocol import PassProtocol
+from arpc.autograd.passes.protocol import PassProtocol, Run
 from arpc.errors import AutogradError, ProtocolError, RpcTimeoutError
 from arpc.ids import WorkerInfo
 
@@ -217,15 +217,28 @@ class BackwardPass(msgspec.Struct, eq=False):
             return None
         try:
             protocol = self._protocol or self._make_protocol()
-            if protocol is not None and self._run_ready(protocol):
-                return self._post(protocol, answering)
+            if protocol is None:
+                return None
+            inbox = self._inbox
+            while True:
+                while inbox:
+                    sender, parcel = inbox.pop(0)
+                    try:
+                        protocol.received(sender, parcel)
+                    except KeyError as error:
+                        raise self._freed(sender, error.args[0]) from None
+                run = protocol.next_run()
+                if run is None:
+                    return self._post(protocol, answering)
+                if not self._run(protocol, run):
+                    return None
         except BaseException as error:  # noqa: BLE001 - whatever nodes and hooks of users raise
             self.fail(self._described(error))
         return None
 
     def _make_protocol(self) -> PassProtocol | None:
         """Complete the plan, and so know what to do; None if a thread has taken over."""
-        plan, heading, exchanged = self._plan, self.heading, self.exchanged
+        plan, heading = self._plan, self.heading
         assert plan is not None  # it is not over
         if not plan.walk(WALK_NODES):
             self._run_in_thread(partial(_walk_on, plan))
@@ -234,7 +247,7 @@ class BackwardPass(msgspec.Struct, eq=False):
         protocol = self._protocol = PassProtocol(
             self.host.info.id, plan, GradientSums(), heading.pass_id, heading.retain_graph
         )
-        if exchanged:
+        if exchanged := self.exchanged:
             protocol.told.update(exchanged)
             protocol.heard.update(worker for worker, has_announced in exchanged.items() if has_announced)
         if self._entering:
@@ -242,34 +255,27 @@ class BackwardPass(msgspec.Struct, eq=False):
             self._entering = ()
         return protocol
 
-    def _run_ready(self, protocol: PassProtocol) -> bool:
-        """Run until nothing is ready; False if a thread has taken over."""
-        plan, policy, retain_graph = protocol.plan, self.host.run_policy, protocol.retain_graph
-        while True:
-            while self._inbox:
-                self._open(protocol, *self._inbox.pop(0))
-            run = protocol.next_run()
-            if run is None:
-                return True
-            job: Callable[..., Any] = run_regions
-            if self.activity is not None:
-                job = self.activity.step(job)
-            extent = extent_of(run, plan)
-            if not policy.is_short(extent, run, plan):
-                in_thread = partial(policy.run, extent, job, run, plan, retain_graph)
-                self._run_in_thread(in_thread, partial(protocol.ran, run))
-                return False
-            protocol.ran(run, policy.run(extent, job, run, plan, retain_graph))
+    def _run(self, protocol: PassProtocol, run: Run) -> bool:
+        """Run some regions; False if a thread has taken over."""
+        plan, policy = protocol.plan, self.host.run_policy
+        job: Callable[..., Any] = run_regions
+        if self.activity is not None:
+            job = self.activity.step(job)
+        extent = extent_of(run, plan)
+        if policy.is_short(extent, run, plan):
+            protocol.ran(run, policy.run(extent, job, run, plan, protocol.retain_graph))
+            return True
+        in_thread = partial(policy.run, extent, job, run, plan, protocol.retain_graph)
+        self._run_in_thread(in_thread, partial(protocol.ran, run))
+        return False
 
-    def _open(self, protocol: PassProtocol, sender: int, parcel: Parcel) -> None:
-        try:
-            protocol.received(sender, parcel)
-        except KeyError as error:
-            raise AutogradError(
-                f"worker {self.host.name_of(sender)!r} has gradients for message {error.args[0]} of autograd "
-                f"context {self.context.id}, of which worker {self.host.info.name!r} has no graph any more. Pass "
-                f"retain_graph=True to the first of several backward passes"
-            ) from None
+    def _freed(self, sender: int, message_id: int) -> AutogradError:
+        """Why gradients for a message cannot be taken."""
+        return AutogradError(
+            f"worker {self.host.name_of(sender)!r} has gradients for message {message_id} of autograd "
+            f"context {self.context.id}, of which worker {self.host.info.name!r} has no graph any more. Pass "
+            f"retain_graph=True to the first of several backward passes"
+        )
 
     # -- other workers
 

@@ -77,8 +77,9 @@ class PassProtocol(msgspec.Struct, eq=False):
     """Workers that a first parcel has come from."""
     used: list[int] = []
     """The sends that got gradients."""
-    _ready: list[Region] = []
-    _late: Sequence[Region] = ()
+    _settled: list[Region] = []
+    """Regions that wait for nothing any more, and are not over."""
+    _late: list[Region] = []
     """Regions that could run, and wait for the first of the regions that they lead into."""
     _counts: dict[Any, int] = {}
     """For each recv node that may get gradients, how many regions lead to it that have not run."""
@@ -91,29 +92,27 @@ class PassProtocol(msgspec.Struct, eq=False):
     _unacknowledged: int = 0
 
     def __post_init__(self) -> None:
-        me, counts, unresolved, cutoff = self.me, self._counts, self._unresolved, self.plan.cutoff
+        counts, unresolved, cutoff = self._counts, self._unresolved, self.plan.cutoff
         dead: list[Region] = []
         for region in self.plan.regions:
             for node in region.recvs:
                 counts[node] = counts.get(node, 0) + 1
             send = region.send
             if send is None:
-                self._ready.append(region)
+                self._settled.append(region)
             elif send.stamp > cutoff:
                 dead.append(region)
-            elif send.to in unresolved:
-                unresolved[send.to][region.message_id] = region
             else:
-                unresolved[send.to] = {region.message_id: region}
+                unresolved.setdefault(send.to, {})[region.message_id] = region
         if dead:
             self._settle_dead(dead)
-        if (mine := unresolved.get(me)) is not None:
-            live = set(self._open(me))
-            self._resolve_none(me, [message_id for message_id in mine if message_id not in live])
+        if (mine := unresolved.get(self.me)) is not None:
+            live = set(self._open(self.me))
+            self._resolve_some(self.me, [message_id for message_id in mine if message_id not in live])
 
     def _open(self, sender: int) -> list[int]:
         """The messages of a worker whose tensors may still get gradients from here."""
-        return [node.record.message_id for node in self._counts if node.record.sender == sender]
+        return [record.message_id for node in self._counts if (record := node.record).sender == sender]
 
     def _settle_dead(self, regions: list[Region]) -> None:
         """Nothing ever enters some regions: they are over before anything is announced."""
@@ -138,40 +137,37 @@ class PassProtocol(msgspec.Struct, eq=False):
         """A parcel has come. Raises `KeyError` with a message id for gradients of what is not among the sends."""
         # Taken out: nobody but the sums shall have the gradients that are kept
         gradients, parcel.gradients = parcel.gradients, []
-        is_first, ids, asks = parcel.is_first, parcel.ids, parcel.asks
+        ids, asks, waiting = parcel.ids, parcel.asks, self._unresolved.get(sender)
         if asks is not None and sender not in self.told:
             count, last = asks
             if sum([message_id <= last for message_id in self._open(sender)]) != count:
                 self._asked_by = (*self._asked_by, sender)
-        if is_first:
+        if parcel.is_first:
             self.heard.add(sender)
-        waiting = self._unresolved.get(sender)
         if waiting is None:
             if gradients:
                 raise KeyError(gradients[0][0])
             return
         for message_id, tensors in gradients:
             self._resolve(waiting.pop(message_id), tensors)
-        if not waiting:
-            return
-        if is_first:
+        if waiting and parcel.is_first:
             alive = set(ids)
             ids = [message_id for message_id in waiting if message_id not in alive]
-        if ids:
-            self._resolve_none(sender, ids)
+        if not waiting:
+            del self._unresolved[sender]
+        elif ids:
+            self._resolve_some(sender, ids)
 
     def ran(self, run: Run, captured: Captured) -> None:
         """Regions have run."""
-        add = self.sums.add
+        add, owners = self.sums.add, self.plan.owners if run.may_cross else ()
         for edge, gradient in captured:
             if gradient is None:
                 continue
-            if run.may_cross:
-                owner = self.plan.owners.get(edge[0])
-                if owner is not None and not owner.is_over:
-                    owner.entering.append((edge, gradient))
-                    continue
-            add(edge, gradient)
+            if edge[0] in owners and not (owner := self.plan.owners[edge[0]]).is_over:
+                owner.entering.append((edge, gradient))
+            else:
+                add(edge, gradient)
         self._close(run.regions)
 
     def sent(self) -> None:
@@ -186,12 +182,11 @@ class PassProtocol(msgspec.Struct, eq=False):
 
     def next_run(self) -> Run | None:
         """What can run now; None if nothing can before something else happens."""
-        while ready := self._ready:
-            self._ready = []
-            regions: Sequence[Region] = ready
+        while regions := self._settled:
+            self._settled = []
             may_cross = False
-            if len(ready) > 1 or ready[0].touches or self._late:
-                regions, may_cross = self._gather(ready)
+            if len(regions) > 1 or regions[0].touches or self._late:
+                regions, may_cross = self._gather(regions)
             entering: list[tuple[Edge, Any]] = []
             for region in regions:
                 region.is_over = True
@@ -202,16 +197,15 @@ class PassProtocol(msgspec.Struct, eq=False):
             self._close(regions)
         return None
 
-    def _gather(self, ready: list[Region]) -> tuple[Sequence[Region], bool]:
+    def _gather(self, settled: list[Region]) -> tuple[list[Region], bool]:
         """The regions that run together, and whether some of their edges may lead into others."""
-        regions = list(self._late)
-        self._late = ()
-        for region in ready:  # which grows meanwhile
+        regions, self._late = self._late, []
+        for region in settled:  # which grows meanwhile
             regions.append(region)
             for other in region.touches:
                 other.waits -= 1
                 if not other.waits:
-                    ready.append(other)
+                    settled.append(other)
         regions = self._without_late(regions)
         running = set(regions)
         return regions, any(not (other.is_over or other in running) for one in regions for other in one.touches)
@@ -231,68 +225,66 @@ class PassProtocol(msgspec.Struct, eq=False):
             if not late:
                 return regions if len(running) == len(regions) else [one for one in regions if one in running]
             running.difference_update(late)
-            self._late = [*self._late, *late]
+            self._late += late
 
     def post(self) -> list[tuple[int, Parcel]]:
         """What is to be told now, and to whom. A parcel goes with an answer, or by itself: see `sent`.
 
         To be called when nothing more can run here before something else happens.
         """
-        told, heard = self.told, self.heard
+        told, outbox = self.told, self._outbox
         for peer in self._asked_by:
-            if peer not in told:
-                self._parcel(peer)
+            if peer not in told and peer not in outbox:
+                outbox[peer] = Parcel()
         self._asked_by = ()
         for peer in self._unresolved:
-            if peer not in told and peer not in heard and peer != self.me:
-                self._parcel(peer)
-        if not self._outbox:
+            if not (peer in told or peer in self.heard or peer in outbox or peer == self.me):
+                outbox[peer] = Parcel()
+        if not outbox:
             return []
-        outbox, self._outbox = self._outbox, {}
+        self._outbox = {}
         for peer, parcel in outbox.items():
             if peer not in told:
                 told.add(peer)
                 # it says what may still get gradients, and so what gets none
-                parcel.is_first, parcel.ids, parcel.asks = True, self._open(peer), self._asks(peer)
-        return list(outbox.items())
-
-    def _asks(self, peer: int) -> tuple[int, int] | None:
-        waiting = self._unresolved.get(peer)
-        return None if waiting is None or peer in self.heard else (len(waiting), max(waiting))
+                parcel.is_first, parcel.ids = True, self._open(peer)
+                if peer in self._unresolved and peer not in self.heard:
+                    waiting = self._unresolved[peer]
+                    parcel.asks = len(waiting), max(waiting)
+        return [*outbox.items()]
 
     @property
     def is_done(self) -> bool:
-        """Nothing is left to be done or waited for here, once what has been posted is under way."""
-        return not (
-            self._unacknowledged or self._unresolved or self._ready or self._counts or self._outbox or self._asked_by
-        )
+        """Nothing is left to be done or waited for here, once what `post` has returned is under way."""
+        # A region that has not run waits for a send that is not resolved, and no late one leads to a recv
+        return not (self._unacknowledged or self._unresolved or self._counts)
 
     # -- inner workings
 
     def _resolve(self, region: Region, gradients: Sequence[Any] | None) -> None:
-        send = region.send
-        assert send is not None  # the roots are no send
+        """A send, which is not among the unresolved any more, has its gradients, or will get none."""
         if gradients is not None:
             self.used.append(region.message_id)
-            self._feed(region, zip(send.edges, gradients, strict=True))
+            self._feed(region, zip(region.send.edges, gradients, strict=True))  # type: ignore[union-attr]  # no root
         region.waits -= 1
         if not region.waits:
-            self._ready.append(region)
-        if not self._unresolved[send.to]:
-            del self._unresolved[send.to]
+            self._settled.append(region)
 
-    def _resolve_none(self, peer: int, message_ids: Iterable[int]) -> None:
+    def _resolve_some(self, peer: int, ids: Iterable[int], gradients: Sequence[Any] | None = None) -> None:
+        """Messages that were sent to a worker have these gradients, or will get none."""
         # The forward may go on meanwhile: nothing is known here, nor needed, of sends made since the pass began
         waiting = self._unresolved.get(peer)
         if waiting is not None:
-            for message_id in message_ids:
+            for message_id in ids:
                 region = waiting.pop(message_id, None)
                 if region is not None:
-                    self._resolve(region, None)
+                    self._resolve(region, gradients)
+            if not waiting:
+                del self._unresolved[peer]
 
     def _feed(self, region: Region, entering: Iterable[tuple[Edge, Any]]) -> None:
         """Gradients enter at the edges of the send of a region, or of the roots."""
-        owners, recvs = self.plan.owners, region.recvs
+        owners, recvs, add = self.plan.owners, region.recvs, self.sums.add
         for edge, gradient in entering:
             if gradient is None:
                 continue
@@ -302,16 +294,15 @@ class PassProtocol(msgspec.Struct, eq=False):
             elif node in recvs and node.record.retains_grad:
                 region.entering.append((edge, gradient))  # the engine writes it to `.grad` where it captures it
             else:
-                self.sums.add(edge, gradient)
+                add(edge, gradient)
 
     def _close(self, regions: Iterable[Region]) -> None:
         """Regions are over: answer for recvs that no other region leads to."""
         counts = self._counts
         for region in regions:
             for node in region.recvs:
-                left = counts[node] - 1
-                if left:
-                    counts[node] = left
+                if counts[node] > 1:
+                    counts[node] -= 1
                 else:
                     del counts[node]
                     self._answer_for(node)
@@ -327,18 +318,12 @@ class PassProtocol(msgspec.Struct, eq=False):
             if not self.retain_graph:
                 record.spent_by = self.pass_id
         if sender == self.me:
-            if gradients is None:
-                self._resolve_none(sender, (message_id,))
-            else:
-                self._resolve(self._unresolved[sender].pop(message_id), gradients)
-        elif gradients is None:
-            self._parcel(sender).ids.append(message_id)
-        else:
-            self._parcel(sender).gradients.append((message_id, gradients))
-
-    def _parcel(self, peer: int) -> Parcel:
-        """The next one to a worker."""
-        parcel = self._outbox.get(peer)
+            self._resolve_some(sender, (message_id,), gradients)
+            return
+        parcel = self._outbox.get(sender)
         if parcel is None:
-            parcel = self._outbox[peer] = Parcel()
-        return parcel
+            parcel = self._outbox[sender] = Parcel()
+        if gradients is None:
+            parcel.ids.append(message_id)
+        else:
+            parcel.gradients.append((message_id, gradients))

@@ -54,9 +54,8 @@ class WriteLock:
         # A lock that its holder may take again: whatever a transport calls back in the middle of a write, the loop
         # must not wait for itself
         self.lock = RLock()
-        self._frames_sent = 0
-        self._bytes_sent = 0
-        self._writes = 0
+        # What threads have sent, beside what the loop counts
+        self.frames_sent = self.bytes_sent = self.writes = 0
         self._transport = transport
         self._socket = sock
         self._send = sock.send
@@ -77,9 +76,9 @@ class WriteLock:
         with self.lock:
             if self._rest or self._is_over or self._connection.is_full:
                 return False
-            self._frames_sent += len(frames)
-            self._bytes_sent += size_bytes
-            self._writes += 1
+            self.frames_sent += len(frames)
+            self.bytes_sent += size_bytes
+            self.writes += 1
             try:
                 sent = self._send(data)
             except (BlockingIOError, InterruptedError):
@@ -116,13 +115,6 @@ class WriteLock:
 
     def get_write_buffer_size(self) -> int:
         return self._transport.get_write_buffer_size() + len(self._rest)
-
-    def take_counts(self) -> tuple[int, int, int]:
-        """Frames, bytes and writes of threads since the last time."""
-        with self.lock:
-            counts = self._frames_sent, self._bytes_sent, self._writes
-            self._frames_sent = self._bytes_sent = self._writes = 0
-        return counts
 
     def shut(self) -> None:
         """No thread may send any more."""

@@ -32,7 +32,7 @@ class Block:
         self.resident_bytes = 0
         """How much of it, from its beginning, has memory behind it."""
         self.is_warm = False
-        """When it was given out, all that was asked for had memory behind it."""
+        """All that was asked for had memory behind it before anything was copied there."""
         self.holders = 0
         """How many need it: this worker, while it fills it or has a tensor there, and one for each loan of it."""
         self.free_since = 0.0

@@ -183,7 +183,7 @@ async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out 
     worker.rendezvous = rendezvous
     host = host_fingerprint()
     try:
-        listening = await _listen(agent, options, host, group.host, is_in_process=network is not None)
+        listening = await _listen(agent, options, host, group.access.host, is_in_process=network is not None)
 
         def make_record(worker_id: int) -> WorkerRecord:
             worker.info = WorkerInfo(name, worker_id)

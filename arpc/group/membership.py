@@ -190,10 +190,13 @@ class Rendezvous:
         deadline = deadline_after(timeout_s)
         while True:
             try:
+                await self._store.run(self._check_open)
                 self._record = await self._join_once(name, make_record, probe, deadline, timeout_s)
-            except RendezvousError:
+            except BaseException as error:
+                await self._withdraw(error)
                 # A group that was here before may have taken its store away with it. Ours is still to come, then.
-                if not self._store.is_lost or self._now() >= deadline or not await self._store.reopen(deadline):
+                is_gone = isinstance(error, RendezvousError) and self._store.is_lost
+                if not is_gone or self._now() >= deadline or not await self._store.reopen(deadline):
                     raise
                 await asyncio.sleep(REOPEN_DELAY_S)
             else:
@@ -202,7 +205,7 @@ class Rendezvous:
     async def _join_once(
         self, name: str, make_record: MakeRecord, probe: Probe | None, deadline: float, timeout_s: float
     ) -> WorkerRecord:
-        """Become a member of this kind of group, in the store that is there now."""
+        """Become a member of this kind of group, in the store that is there now. What fails is undone by `_depart`."""
         raise NotImplementedError
 
     async def members(self) -> tuple[WorkerRecord, ...]:

@@ -30,8 +30,7 @@ from arpc.errors import (
 )
 from arpc.garbage import BACKOFF, FREEZER
 from arpc.group.addresses import check_guarded, default_addresses, reachable_address
-from arpc.group.fingerprints import host_fingerprint, main_fingerprint
-from arpc.group.membership import WorkerRecord
+from arpc.group.membership import WorkerRecord, host_fingerprint, main_fingerprint
 from arpc.group.rendezvous import Rendezvous, create_rendezvous, open_store
 from arpc.http.address import HttpServing, refuse_open_page
 from arpc.ids import WorkerInfo, check_worker_name

@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import socket
+import sys
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from pathlib import Path
 from typing import ClassVar, Final, NoReturn, TypeAlias, TypeVar
 
 import msgspec
@@ -14,7 +19,17 @@ from arpc.errors import ConfigurationError, RendezvousError, UnknownWorkerError
 from arpc.group.group_store import GroupStore, KeyValues, deadline_after
 from arpc.ids import WorkerId, WorkerInfo, check_worker_name
 
-__all__ = ["GroupNotAskedError", "Joined", "Left", "MakeRecord", "Probe", "Rendezvous", "WorkerRecord"]
+__all__ = [
+    "GroupNotAskedError",
+    "Joined",
+    "Left",
+    "MakeRecord",
+    "Probe",
+    "Rendezvous",
+    "WorkerRecord",
+    "host_fingerprint",
+    "main_fingerprint",
+]
 
 T = TypeVar("T")
 
@@ -54,6 +69,24 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     @property
     def info(self) -> WorkerInfo:
         return WorkerInfo(self.name, self.id)
+
+
+def main_fingerprint() -> str:
+    """A hash of the script this process runs; empty for notebooks and interactive sessions, which no peer can share."""
+    path = getattr(sys.modules.get("__main__"), "__file__", None)
+    if not path:
+        return ""
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:32]
+    except OSError:
+        return ""
+
+
+def host_fingerprint() -> str:
+    """Equal for processes that see the same machine, and so each other's sockets."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()}-{uuid.getnode():x}"
 
 
 class Joined(msgspec.Struct, frozen=True, tag="joined"):

@@ -22,16 +22,16 @@ class MemoryThreads:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._executor: ThreadPoolExecutor | None = None
+        threads = min(_MAX_THREADS, os.cpu_count() or 1)
+        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="arpc-memory")
         self._jobs = 0
-        self._all_done: asyncio.Future[None] | None = None
+        self._all_done = asyncio.Event()
+        self._all_done.set()
 
     def run(self, job: Callable[[], None], done: _Done = lambda _: None) -> None:
         """Run a job; ``done`` is called in any case."""
-        if self._executor is None:
-            threads = min(_MAX_THREADS, os.cpu_count() or 1)
-            self._executor = ThreadPoolExecutor(threads, thread_name_prefix="arpc-memory")
         self._jobs += 1
+        self._all_done.clear()
         # Not by the executor's future: with its callbacks it would be a cycle, and keep what was copied
         self._executor.submit(self._work, job, done)
 
@@ -46,14 +46,11 @@ class MemoryThreads:
 
     def _worked(self, done: _Done, error: BaseException | None) -> None:
         self._jobs -= 1
-        if not self._jobs and self._all_done is not None:
-            self._all_done.set_result(None)
+        if not self._jobs:
+            self._all_done.set()
         done(error)
 
     async def aclose(self) -> None:
         """Wait for what is under way. Nothing may be begun any more."""
-        if self._jobs:
-            self._all_done = self._loop.create_future()
-            await self._all_done
-        if self._executor is not None:
-            self._executor.shutdown()
+        await self._all_done.wait()
+        self._executor.shutdown()

@@ -88,7 +88,6 @@ class Channel:
         self._copying = self._copying_bytes = 0
         """Messages that a thread copies: they are parked meanwhile, and count as unsent."""
         self._borrowed: BorrowedArena | None = None
-        self._lender = 0
         self._read_count = 0
 
     def opened(self) -> None:
@@ -113,7 +112,7 @@ class Channel:
             self._arena.borrower_disconnected(self._borrower, self)
         self._state = _State.CLOSED
         if self._borrowed is not None and self._is_current:
-            self._arena.borrowings.release(self._lender, self._borrowed)
+            self._arena.borrowings.release(self._connection.peer.incarnation, self._borrowed)
         self._borrowed = None
 
     # -- sending
@@ -167,7 +166,7 @@ class Channel:
         if self._connection.bulk.unpark(bulk):
             self._copied(data, bulk, placement, error)
         else:
-            self._arena.drop(placement)
+            self._arena.drop(placement, is_broken=error is not None)
         if was_behind and not self.is_behind:
             self._connection.tell_drained()
 
@@ -233,10 +232,9 @@ class Channel:
         connection = self._connection
         if self._borrowed is not None:
             raise ProtocolError("a second offer of shared memory")
-        self._lender = connection.peer.incarnation
         try:
             offer = _decode_offer(message.body)
-            borrowed = self._arena.borrowings.map(self._lender, offer)
+            borrowed = self._arena.borrowings.map(connection.peer.incarnation, offer)
         except msgspec.MsgspecError as error:
             raise ProtocolError(f"a malformed offer of shared memory: {error}") from error
         except UnmappableError as error:

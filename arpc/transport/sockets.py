@@ -163,7 +163,7 @@ class StreamConnection(Connection, asyncio.BufferedProtocol):
                 sock = _duplicate(self._socket)
             except OSError:
                 return None  # no descriptor is left
-            self._write_lock = WriteLock(self._transport, sock, self, self.loop.call_soon_threadsafe)
+            self._write_lock = WriteLock(self._transport, sock, self)
             self._write = self._write_lock.write
             self._write_pieces = self._write_lock.writelines
         return self._write_lock

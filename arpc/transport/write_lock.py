@@ -15,9 +15,9 @@ import asyncio
 import contextlib
 import errno
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from threading import RLock
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from arpc.transport.connection import Connection
@@ -44,13 +44,7 @@ class WriteLock:
     transport closes its own: until then the peer would not see the end.
     """
 
-    def __init__(
-        self,
-        transport: asyncio.Transport,
-        sock: socket.socket,
-        connection: Connection,
-        call_loop: Callable[[Callable[[], None]], Any],
-    ) -> None:
+    def __init__(self, transport: asyncio.Transport, sock: socket.socket, connection: Connection) -> None:
         # A lock that its holder may take again: whatever a transport calls back in the middle of a write, the loop
         # must not wait for itself
         self.lock = RLock()
@@ -60,7 +54,6 @@ class WriteLock:
         self._socket = sock
         self._send = sock.send
         self._connection = connection
-        self._call_loop = call_loop
         self._rest = b""
         self._is_over = False
 
@@ -90,7 +83,7 @@ class WriteLock:
             if sent < size_bytes:
                 self._rest = data[sent:]
                 with contextlib.suppress(RuntimeError):  # the loop is closed
-                    self._call_loop(self.write_rest)
+                    self._connection.loop.call_soon_threadsafe(self.write_rest)
             return True
 
     # -- for the loop

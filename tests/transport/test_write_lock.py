@@ -32,7 +32,9 @@ class Pipe:
         self.callbacks: list[Callable[[], None]] = []
         self._room_bytes = room_bytes
         self._buffer = b""
-        self.turn = WriteLock(self, self, self, self.callbacks.append)  # type: ignore[arg-type]
+        self.loop = self
+        self.call_soon_threadsafe = self.callbacks.append
+        self.turn = WriteLock(self, self, self)  # type: ignore[arg-type]
 
     def make_room(self, size_bytes: int) -> None:
         """The peer takes so many bytes: those that the transport holds go first."""

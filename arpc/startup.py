@@ -30,8 +30,7 @@ from arpc.errors import (
 )
 from arpc.garbage import BACKOFF, FREEZER
 from arpc.group.addresses import check_guarded, default_addresses, reachable_address
-from arpc.group.fingerprints import host_fingerprint, main_fingerprint
-from arpc.group.membership import WorkerRecord
+from arpc.group.membership import WorkerRecord, host_fingerprint, main_fingerprint
 from arpc.group.rendezvous import Rendezvous, create_rendezvous, open_store
 from arpc.http.address import HttpServing, refuse_open_page
 from arpc.ids import WorkerInfo, check_worker_name
@@ -183,7 +182,7 @@ async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out 
     worker.rendezvous = rendezvous
     host = host_fingerprint()
     try:
-        listening = await _listen(agent, options, host, group.host, is_in_process=network is not None)
+        listening = await _listen(agent, options, host, group.access.host, is_in_process=network is not None)
 
         def make_record(worker_id: int) -> WorkerRecord:
             worker.info = WorkerInfo(name, worker_id)

@@ -227,27 +227,22 @@ class ElasticRendezvous(Rendezvous):
     ) -> WorkerRecord:
         stay = self._presence = Stay()
         self._begin_log([])
-        try:
-            await self._store.run(self._check_open)
-            await self._wait_for_earlier_group(deadline)
-            if not await self._store.run(stay.enter):
-                raise RendezvousError(MIXED_TEXT)
-            worker_id = await self._store.run(partial(allocate_id, wish=self._store.rank))
-            record = check_record(make_record(worker_id), name, worker_id)
-            dead: bytes | None = None
-            while isinstance(found := await self._store.run(partial(stay.take_name, record=record, dead=dead)), bytes):
-                holder = decode_record(found)
-                if await self._is_alive(probe, holder, deadline):
-                    raise NameTakenError(
-                        f"the name {name!r} is taken: worker {holder.name!r} (id {holder.id}) has it and has not left"
-                    )
-                # await hazard: another newcomer may be faster, so the name is taken only if it is still the dead's
-                dead = found
-            self._joined_at = found
-            await self._catch_up()
-        except BaseException as error:
-            await self._withdraw(error)
-            raise
+        await self._wait_for_earlier_group(deadline)
+        if not await self._store.run(stay.enter):
+            raise RendezvousError(MIXED_TEXT)
+        worker_id = await self._store.run(partial(allocate_id, wish=self._store.rank))
+        record = check_record(make_record(worker_id), name, worker_id)
+        dead: bytes | None = None
+        while isinstance(found := await self._store.run(partial(stay.take_name, record=record, dead=dead)), bytes):
+            holder = decode_record(found)
+            if await self._is_alive(probe, holder, deadline):
+                raise NameTakenError(
+                    f"the name {name!r} is taken: worker {holder.name!r} (id {holder.id}) has it and has not left"
+                )
+            # await hazard: another newcomer may be faster, so the name is taken only if it is still the dead's
+            dead = found
+        self._joined_at = found
+        await self._catch_up()
         return record
 
     async def resolve(self, worker: str | WorkerId) -> WorkerRecord:

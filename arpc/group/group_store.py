@@ -59,12 +59,26 @@ def first_line(error: Exception) -> str:
     return str(error).partition("\n")[0] or type(error).__name__
 
 
+@dataclass(frozen=True, slots=True)
+class Access:
+    """How a store is reached."""
+
+    description: str
+    host: str | None = None
+    """The machine that serves it, if one does and it is known."""
+    port: int | None = None
+    is_host: bool = False
+    """This process serves it: other workers lose the store when this one closes it."""
+    settle_s: float = 0.0
+    """How long the first worker waits for those of a group that had its store there before."""
+
+
 class KeyValues:
     """A store as work in its thread sees it: short calls, none of which waits for a key to appear."""
 
-    def __init__(self, store: Store, description: str, released: Callable[[], None] = lambda: None) -> None:
+    def __init__(self, store: Store, access: Access, released: Callable[[], None] = lambda: None) -> None:
+        self.access: Final = access
         self._store: Store | None = store
-        self._description = description
         self._released = released
         self._is_guest = False
         self.is_lost = False
@@ -137,7 +151,7 @@ class KeyValues:
 
     def _do(self, operation: str, *args: object) -> Any:
         if self.is_lost:
-            raise RendezvousError(f"the store {self._description} is closed, or was lost")
+            raise RendezvousError(f"the store {self.access.description} is closed, or was lost")
         self.operations += 1
         try:
             # The method is kept in no variable: the traceback of an error would keep it, the store and its server.
@@ -145,7 +159,7 @@ class KeyValues:
         except Exception as error:  # a store that was handed in may raise anything
             self.is_lost = True
             raise RendezvousError(
-                f"the store {self._description} was lost in {operation}(): {first_line(error)} "
+                f"the store {self.access.description} was lost in {operation}(): {first_line(error)} "
                 "(has its host, rank 0, ended?)"
             ) from error
 
@@ -242,20 +256,6 @@ def _settle(future: asyncio.Future[T], settle: Callable[[Any], None], value: obj
         settle(value)
 
 
-@dataclass(frozen=True, slots=True)
-class Access:
-    """How a store is reached."""
-
-    description: str
-    host: str | None = None
-    """The machine that serves it, if one does and it is known."""
-    port: int | None = None
-    is_host: bool = False
-    """This process serves it: other workers lose the store when this one closes it."""
-    settle_s: float = 0.0
-    """How long the first worker waits for those of a group that had its store there before."""
-
-
 class GroupStore:
     """The store of one worker, with its thread and the worker's place in the group.
 
@@ -265,14 +265,12 @@ class GroupStore:
     def __init__(
         self,
         key_values: KeyValues,
-        access: Access,
         *,
         rank: int | None,
         world_size: int | None,
         thread: StoreThread | None = None,
-        reopen: Callable[[float], Awaitable[tuple[KeyValues, Access]]] | None = None,
+        reopen: Callable[[float], Awaitable[KeyValues]] | None = None,
     ) -> None:
-        self.access = access
         self.rank = rank
         self.world_size = world_size
         self._thread = thread or StoreThread()
@@ -284,9 +282,9 @@ class GroupStore:
         """A connection to the server of the store on which nothing is said: it ends when the server does."""
 
     @property
-    def host(self) -> str | None:
-        """The name or address of the machine that serves the store, if it is known."""
-        return self.access.host
+    def access(self) -> Access:
+        """How the store is reached that is there now."""
+        return self._key_values.access
 
     @property
     def is_lost(self) -> bool:
@@ -296,13 +294,13 @@ class GroupStore:
     async def run(self, function: Callable[[KeyValues], T], *, limit_s: float | None = None) -> T:
         """Work on the store in its thread. `RendezvousError` if the store fails or does not answer in time."""
         limit_s = limit_s or OPERATION_LIMIT_S
-        key_values, access = self._key_values, self.access
+        key_values = self._key_values
         try:
             return await self._thread.run(partial(function, key_values), limit_s=limit_s)
         except TimeoutError:
             key_values.is_lost = True  # await hazard: another store may have been found since
             raise RendezvousError(
-                f"the store {access.description} has not answered for {limit_s:g} s: "
+                f"the store {key_values.access.description} has not answered for {limit_s:g} s: "
                 "its host is stopped, or cannot be reached any more"
             ) from None
 
@@ -327,7 +325,7 @@ class GroupStore:
             return False
         await self.run(KeyValues.release)
         operations = self._key_values.operations
-        self._key_values, self.access = await self._reopen(deadline)
+        self._key_values = await self._reopen(deadline)
         self._key_values.operations += operations
         return True
 
@@ -338,24 +336,27 @@ class GroupStore:
 
     async def pause(self, seconds: float) -> None:
         """Wait so long, or less if the process that serves the store ends."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                if not await self._has_host_ended():
+                    await asyncio.sleep(seconds)
+
+    async def _has_host_ended(self) -> bool:
+        """Wait for the end of the process that serves the store; False if that cannot be noticed."""
         access = self.access
         if access.is_host or access.host is None or access.port is None or not self.can_reopen:
-            await asyncio.sleep(seconds)
-            return
+            return False
         if self._watched is not access:
             self._close_watch()
             self._watched = access
-            with contextlib.suppress(OSError):  # a TimeoutError, too: operations on the store tell what is wrong
-                async with asyncio.timeout(seconds):
-                    self._watch = await asyncio.open_connection(access.host, access.port)
+            with contextlib.suppress(OSError):  # operations on the store tell what is wrong
+                self._watch = await asyncio.open_connection(access.host, access.port)
         if self._watch is None:
-            await asyncio.sleep(seconds)  # the store is there all the same, or else it would have been lost by now
-            return
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                with contextlib.suppress(OSError):
-                    await self._watch[0].read()
-                self._close_watch()
+            return False  # the store is there all the same, or else it would have been lost by now
+        with contextlib.suppress(OSError):
+            await self._watch[0].read()
+        self._close_watch()
+        return True
 
     def _close_watch(self) -> None:
         if self._watch is not None:

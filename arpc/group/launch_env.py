@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 from arpc.errors import ConfigurationError
 
-__all__ = ["default_name", "first_host", "hosts", "slurm_environment", "slurm_port", "variable", "whole_number"]
+__all__ = ["default_name", "first_host", "slurm_environment", "slurm_port", "variable", "whole_number"]
 
 FIRST_PORT: Final = 15_000
 PORTS: Final = 16_384
@@ -22,8 +22,8 @@ PORTS: Final = 16_384
 _SLURM: Final = ("SLURM_PROCID", "SLURM_STEP_ID", "SLURM_JOB_ID")
 """Set for every task of a step, which is what ``srun`` starts; a batch script itself has no step."""
 
-_PART: Final = re.compile(r"(?:[^,\[\]]|\[[^\[\]]*\])+")
-"""What is between the commas that are outside of brackets."""
+_FIRST: Final = re.compile(r"\s*((?:[^,\[\]]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+)(?:,|$)")
+"""What is before the first comma that is outside of brackets, in which there are numbers."""
 
 
 def variable(name: str, environment: Mapping[str, str] | None = None) -> str | None:
@@ -85,41 +85,12 @@ def slurm_port(job_id: str, step_id: str = "0") -> int:
 
 
 def first_host(nodelist: str) -> str:
-    """Where rank 0 runs."""
-    for host in hosts(nodelist):
-        return host
-    raise ConfigurationError(f"Slurm's list of nodes, {nodelist!r}, has none")
+    """Where rank 0 runs: the first of the hosts that one of Slurm's lists stands for.
 
-
-def hosts(nodelist: str) -> Iterator[str]:
-    """The hosts that one of Slurm's lists stands for, in order.
-
-    >>> list(hosts("gpu[08-10,12],login1"))
-    ['gpu08', 'gpu09', 'gpu10', 'gpu12', 'login1']
+    >>> first_host("rack[1-2]node[08-10,12],login1")
+    'rack1node08'
     """
-    if _PART.sub("", nodelist).strip(", "):
-        raise ConfigurationError(f"Slurm's list of nodes, {nodelist!r}, has brackets that do not match")
-    for part in _PART.findall(nodelist):
-        yield from _expand(part.strip())
-
-
-def _expand(part: str) -> Iterator[str]:
-    """``rack[1-2]node[3,5]`` has two pairs of brackets: the last number runs fastest."""
-    head, bracket, rest = part.partition("[")
-    if not bracket:
-        yield part
-        return
-    numbers, _, tail = rest.partition("]")
-    tails = list(_expand(tail))
-    for number in _numbers(numbers, part):
-        for end in tails:
-            yield f"{head}{number}{end}"
-
-
-def _numbers(text: str, part: str) -> Iterator[str]:
-    for item in text.split(","):
-        first, dash, last = item.strip().partition("-")
-        if not first.isdecimal() or (dash and not last.isdecimal()):
-            raise ConfigurationError(f"{part!r} in Slurm's list of nodes has {item!r} where numbers belong")
-        for number in range(int(first), int(last if dash else first) + 1):
-            yield f"{number:0{len(first)}}"  # with the zeros that the first one has
+    first = _FIRST.match(nodelist)
+    if first is None:
+        raise ConfigurationError(f"Slurm's list of nodes, {nodelist!r}, has none, or brackets that do not match")
+    return re.sub(r"\[(\d+)[^\]]*\]", r"\1", first[1].strip())

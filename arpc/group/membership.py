@@ -4,7 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
+import socket
+import sys
+import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from pathlib import Path
 from typing import ClassVar, Final, NoReturn, TypeAlias, TypeVar
 
 import msgspec
@@ -14,7 +19,17 @@ from arpc.errors import ConfigurationError, RendezvousError, UnknownWorkerError
 from arpc.group.group_store import GroupStore, KeyValues, deadline_after
 from arpc.ids import WorkerId, WorkerInfo, check_worker_name
 
-__all__ = ["GroupNotAskedError", "Joined", "Left", "MakeRecord", "Probe", "Rendezvous", "WorkerRecord"]
+__all__ = [
+    "GroupNotAskedError",
+    "Joined",
+    "Left",
+    "MakeRecord",
+    "Probe",
+    "Rendezvous",
+    "WorkerRecord",
+    "host_fingerprint",
+    "main_fingerprint",
+]
 
 T = TypeVar("T")
 
@@ -54,6 +69,24 @@ class WorkerRecord(msgspec.Struct, frozen=True):
     @property
     def info(self) -> WorkerInfo:
         return WorkerInfo(self.name, self.id)
+
+
+def main_fingerprint() -> str:
+    """A hash of the script this process runs; empty for notebooks and interactive sessions, which no peer can share."""
+    path = getattr(sys.modules.get("__main__"), "__file__", None)
+    if not path:
+        return ""
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()[:32]
+    except OSError:
+        return ""
+
+
+def host_fingerprint() -> str:
+    """Equal for processes that see the same machine, and so each other's sockets."""
+    with contextlib.suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()}-{uuid.getnode():x}"
 
 
 class Joined(msgspec.Struct, frozen=True, tag="joined"):
@@ -190,10 +223,13 @@ class Rendezvous:
         deadline = deadline_after(timeout_s)
         while True:
             try:
+                await self._store.run(self._check_open)
                 self._record = await self._join_once(name, make_record, probe, deadline, timeout_s)
-            except RendezvousError:
+            except BaseException as error:
+                await self._withdraw(error)
                 # A group that was here before may have taken its store away with it. Ours is still to come, then.
-                if not self._store.is_lost or self._now() >= deadline or not await self._store.reopen(deadline):
+                is_gone = isinstance(error, RendezvousError) and self._store.is_lost
+                if not is_gone or self._now() >= deadline or not await self._store.reopen(deadline):
                     raise
                 await asyncio.sleep(REOPEN_DELAY_S)
             else:
@@ -202,7 +238,7 @@ class Rendezvous:
     async def _join_once(
         self, name: str, make_record: MakeRecord, probe: Probe | None, deadline: float, timeout_s: float
     ) -> WorkerRecord:
-        """Become a member of this kind of group, in the store that is there now."""
+        """Become a member of this kind of group, in the store that is there now. What fails is undone by `_depart`."""
         raise NotImplementedError
 
     async def members(self) -> tuple[WorkerRecord, ...]:

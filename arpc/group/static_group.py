@@ -181,21 +181,16 @@ class StaticRendezvous(Rendezvous):
             record = check_record(make_record(self._rank), name, self._rank)
             self._presence = Seat(record, self._size, timeout_s)
         seat = self._presence  # the same for a second attempt, at another store
-        try:
-            await self._store.run(self._check_open)
-            found = await self._store.run(seat.take)
-            while isinstance(found, WorkerRecord):
-                if await self._is_alive(probe, found, deadline):
-                    found = await self._store.run(partial(seat.dispute, holder=found))
-                else:
-                    await self._store.run(partial(seat.end_for_dead, holder=found))
-                    found = await self._store.run(seat.take)
-            outcome = found or await seat.start.wait(self._store, deadline, seat.look)
-            if isinstance(outcome, Failed):
-                raise outcome.error()
-        except BaseException as error:
-            await self._withdraw(error)
-            raise
+        found = await self._store.run(seat.take)
+        while isinstance(found, WorkerRecord):
+            if await self._is_alive(probe, found, deadline):
+                found = await self._store.run(partial(seat.dispute, holder=found))
+            else:
+                await self._store.run(partial(seat.end_for_dead, holder=found))
+                found = await self._store.run(seat.take)
+        outcome = found or await seat.start.wait(self._store, deadline, seat.look)
+        if isinstance(outcome, Failed):
+            raise outcome.error()
         self._by_id = dict(enumerate(map(decode_record, outcome.values)))
         self._by_name = {member.name: member for member in self._by_id.values()}
         return seat.record

@@ -44,8 +44,7 @@ async def open_store(
     if store is not None:
         if not isinstance(store, Store):
             raise ConfigurationError(f"store must be a torch.distributed.Store, not {type(store).__name__}")
-        access = _access_to(store)
-        return GroupStore(KeyValues(store, access.description), access, rank=own_rank, world_size=size)
+        return GroupStore(KeyValues(store, _access_to(store)), rank=own_rank, world_size=size)
     if url.scheme == "file":
         return await _open_file(url, own_rank, size)
     place = tcp_place(url, query)
@@ -116,9 +115,8 @@ async def _open_file(url: SplitResult, rank: int | None, world_size: int | None)
         make = partial(FileStore, str(path)) if world_size is None else partial(FileStore, str(path), world_size)
         await thread.run(partial(_check_directory, path), limit_s=None)
         store = await thread.run(make, limit_s=None)
-        access = Access(f"file://{path}")
-        key_values = KeyValues(store, access.description)
-        return GroupStore(key_values, access, rank=rank, world_size=world_size, thread=thread)
+        key_values = KeyValues(store, Access(f"file://{path}"))
+        return GroupStore(key_values, rank=rank, world_size=world_size, thread=thread)
     except BaseException:
         await thread.aclose()
         raise

@@ -98,8 +98,8 @@ async def open_tcp(place: TcpPlace, *, rank: int | None, world_size: int | None,
     # A store of a group of fixed size that this worker serves cannot be lost
     reopen = None if first == "always" else partial(_open, thread, place, hosting=again)
     try:
-        key_values, access = await _open(thread, place, deadline, hosting=first)
-        return GroupStore(key_values, access, rank=rank, world_size=world_size, thread=thread, reopen=reopen)
+        key_values = await _open(thread, place, deadline, hosting=first)
+        return GroupStore(key_values, rank=rank, world_size=world_size, thread=thread, reopen=reopen)
     except BaseException:
         # also when cancelled: a store that torch still makes is dropped in the thread, which then ends
         await thread.aclose()
@@ -122,7 +122,7 @@ def _hosting(place: TcpPlace, rank: int | None, *, is_elastic: bool) -> tuple[_H
     return first, again
 
 
-def _host(place: TcpPlace, hosting: _Hosting) -> tuple[KeyValues, Access] | None:
+def _host(place: TcpPlace, hosting: _Hosting) -> KeyValues | None:
     """Serve a store, unless another is to do so. Raises `RendezvousError` if this machine cannot serve there at all."""
     if hosting == "if here" and not _is_here(place.host):
         if place.port == 0:
@@ -153,7 +153,7 @@ def _host(place: TcpPlace, hosting: _Hosting) -> tuple[KeyValues, Access] | None
         raise _cannot_host(place, error) from error
     settle_s = SETTLE_S if place.port and hosting != "always" else 0.0
     access = Access(str(replace(place, port=port)), place.host, port, is_host=True, settle_s=settle_s)
-    return KeyValues(store, access.description, partial(leave_port_to_children, port)), access
+    return KeyValues(store, access, partial(leave_port_to_children, port))
 
 
 def _is_here(host: str) -> bool:
@@ -194,9 +194,7 @@ def _cannot_host(place: TcpPlace, error: Exception) -> RendezvousError:
     )
 
 
-async def _open(
-    thread: StoreThread, place: TcpPlace, deadline: float, *, hosting: _Hosting | None
-) -> tuple[KeyValues, Access]:
+async def _open(thread: StoreThread, place: TcpPlace, deadline: float, *, hosting: _Hosting | None) -> KeyValues:
     """Connect to a store as soon as there is one; before each attempt this worker may serve one itself."""
     loop = asyncio.get_running_loop()
     started = loop.time()
@@ -204,13 +202,14 @@ async def _open(
     who, longest_delay_s, settle_s = "rank 0", LONGEST_DELAY_S, 0.0
     if hosting is not None:
         who, longest_delay_s, settle_s = "a worker of the group", LONGEST_ELASTIC_DELAY_S, SETTLE_S
+    access = Access(str(place), place.host, place.port, settle_s=settle_s)
     while True:
         if hosting is not None and (hosted := await thread.run(partial(_host, place, hosting), limit_s=None)):
             return hosted
         try:
-            found = await _connect_once(thread, place, deadline - loop.time())
+            found = await _connect_once(thread, place, access, deadline - loop.time())
             if found is not None:
-                return found, Access(str(place), place.host, place.port, settle_s=settle_s)
+                return found
             problem = "the worker that hosts it is leaving"
             await _wait_for_its_end(place)
         except (OSError, DistError, RendezvousError) as error:
@@ -224,7 +223,7 @@ async def _open(
         delay_s = min(delay_s * 1.5, longest_delay_s)
 
 
-async def _connect_once(thread: StoreThread, place: TcpPlace, remaining_s: float) -> KeyValues | None:
+async def _connect_once(thread: StoreThread, place: TcpPlace, access: Access, remaining_s: float) -> KeyValues | None:
     """One attempt: None if the store is about to go, an error if there is nothing (yet, or any more)."""
     limit_s = None if remaining_s == float("inf") else max(remaining_s, 0.1)
     try:
@@ -238,7 +237,7 @@ async def _connect_once(thread: StoreThread, place: TcpPlace, remaining_s: float
         # await hazard: the server answered, but may be gone by now
         timeout = timedelta(seconds=min(limit_s or 60.0, 60.0))
         store = TCPStore(address, place.port, is_master=False, timeout=timeout, wait_for_workers=False)
-        key_values = KeyValues(store, str(place))
+        key_values = KeyValues(store, access)
         if key_values.enter():
             entered.append(key_values)
 

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from typing import Any, Final
-
-import numpy as np
+from typing import Final
 
 from arpc.transport.release_queue import Lease, ReleaseQueue
 from arpc.wire.values.raw_memory import address_of, allocate, view_of
@@ -21,19 +19,6 @@ _FROM_BYTES: Final = 1 << 20
 _IDLE_S: Final = 10.0
 
 
-class _Piece:
-    """Memory that was asked for once, at least as large as what it is used for."""
-
-    __slots__ = ("address", "array", "free_since", "size_bytes")
-
-    def __init__(self, size_bytes: int) -> None:
-        # Of what is never touched there is no page, so it may be larger than needed
-        self.array: np.ndarray[Any, np.dtype[np.uint8]] = np.empty(size_bytes, np.uint8)
-        self.address = address_of(self.array.data)
-        self.size_bytes = size_bytes
-        self.free_since = 0.0
-
-
 class BufferPool:
     """Keeps up to ``idle_bytes`` that nobody uses, for ten seconds. Belongs to the loop."""
 
@@ -41,37 +26,37 @@ class BufferPool:
         self._loop = asyncio.get_running_loop()
         self._limit = idle_bytes
         self._idle_bytes = 0
-        # By size; the end of a list was used last
-        self._free: dict[int, deque[_Piece]] = {}
-        self._released: ReleaseQueue[_Piece] = ReleaseQueue(self._loop, self._collect)
+        # By size, each with the time since which nobody uses it; the end of a list was used last
+        self._free: dict[int, deque[tuple[float, memoryview]]] = {}
+        self._released: ReleaseQueue[memoryview] = ReleaseQueue(self._loop, self._collect)
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
         self.reuses = 0
 
     def allocate(self, size_bytes: int) -> memoryview:
         """Memory for so many bytes, aligned. Raises `MemoryError`."""
-        piece_bytes = 1 << (size_bytes - 1).bit_length()
-        if size_bytes < _FROM_BYTES or piece_bytes > self._limit or self._is_closed:
+        # Of what is never touched there is no page, so it may be larger than needed
+        memory_bytes = 1 << (size_bytes - 1).bit_length()
+        if size_bytes < _FROM_BYTES or memory_bytes > self._limit or self._is_closed:
             return allocate(size_bytes)
         self._collect()
-        free = self._free.get(piece_bytes)
+        free = self._free.get(memory_bytes)
         if free:
-            piece = free.pop()
-            self._idle_bytes -= piece_bytes
+            _, memory = free.pop()
+            self._idle_bytes -= memory_bytes
             self.reuses += 1
         else:
-            piece = _Piece(piece_bytes)
-        return view_of(Lease(self._released, piece), piece.address, size_bytes)
+            memory = allocate(memory_bytes)
+        return view_of(Lease(self._released, memory), address_of(memory), size_bytes)
 
     def _collect(self) -> None:
         """Keep what was released, as far as there is room for it."""
         now = self._loop.time()
-        for piece in self._released.take():
-            if self._idle_bytes + piece.size_bytes > self._limit:
+        for memory in self._released.take():
+            if self._idle_bytes + memory.nbytes > self._limit:
                 continue
-            piece.free_since = now
-            self._free.setdefault(piece.size_bytes, deque()).append(piece)
-            self._idle_bytes += piece.size_bytes
+            self._free.setdefault(memory.nbytes, deque()).append((now, memory))
+            self._idle_bytes += memory.nbytes
             if self._timer is None:
                 self._timer = self._loop.call_later(_IDLE_S, self._forget_idle)
 
@@ -79,8 +64,8 @@ class BufferPool:
         self._timer = None
         idle_since = self._loop.time() - _IDLE_S
         for free in self._free.values():
-            while free and free[0].free_since <= idle_since:
-                self._idle_bytes -= free.popleft().size_bytes
+            while free and free[0][0] <= idle_since:
+                self._idle_bytes -= free.popleft()[1].nbytes
         if self._idle_bytes:
             self._timer = self._loop.call_later(_IDLE_S, self._forget_idle)
 

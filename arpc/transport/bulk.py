@@ -16,28 +16,25 @@ SMALL_MESSAGE_BYTES: Final = 1 << 16
 class BulkSend:
     """A message whose large tensors are on their way."""
 
-    __slots__ = ("buffers", "id", "index", "position", "size_bytes")
+    __slots__ = ("buffers", "id", "index", "position", "size_bytes", "unsent_bytes")
 
     def __init__(self, buffers: list[memoryview]) -> None:
         self.buffers = buffers
         self.id = -1
         self.index = 0
         self.position = 0
-        self.size_bytes = sum(buffer.nbytes for buffer in buffers)
+        self.size_bytes = self.unsent_bytes = sum(buffer.nbytes for buffer in buffers)
 
     @property
     def is_sent(self) -> bool:
         return self.index == len(self.buffers)
-
-    @property
-    def unsent_bytes(self) -> int:
-        return sum(buffer.nbytes for buffer in self.buffers[self.index :]) - self.position
 
     def next_chunk(self) -> memoryview:
         """The next bytes to be sent; they count as sent."""
         buffer = self.buffers[self.index]
         chunk = buffer[self.position : self.position + CHUNK_BYTES]
         self.position += chunk.nbytes
+        self.unsent_bytes -= chunk.nbytes
         if self.position == buffer.nbytes:
             self.index += 1
             self.position = 0
@@ -71,21 +68,17 @@ class BulkQueue:
 
     def append(self, bulk: BulkSend, *, is_striped: bool = False) -> None:
         """Send a message in chunks."""
-        self.unsent_bytes += bulk.size_bytes
-        if is_striped:
-            self.striped.append(bulk)
-        elif bulk.size_bytes <= SMALL_MESSAGE_BYTES:
-            self._small.append(bulk)
-            self.small_bytes += bulk.size_bytes
-        else:
-            self._large.append(bulk)
+        is_small = bulk.size_bytes <= SMALL_MESSAGE_BYTES
+        queue = self.striped if is_striped else self._small if is_small else self._large
+        queue.append(bulk)
+        self._count(queue, bulk.size_bytes)
 
     def remove(self, bulk: BulkSend) -> bool:
         """Send no more chunks of a message; False if none is left here."""
         for queue in (self._large, self._small, self.striped):
             if bulk in queue:
                 queue.remove(bulk)
-                self._count(bulk.unsent_bytes, is_small=queue is self._small)
+                self._count(queue, -bulk.unsent_bytes)
                 return True
         return False
 
@@ -93,7 +86,7 @@ class BulkQueue:
         """The number of a message and its next bytes, which count as sent. There must be one."""
         is_small = bool(self._small) and (self._is_turn_of_small or not self._large)
         self._is_turn_of_small = not is_small
-        bulk, chunk = self._next_of(self._small if is_small else self._large, is_small=is_small)
+        bulk, chunk = self._next_of(self._small if is_small else self._large)
         return bulk.id, chunk
 
     def next_stripe(self) -> tuple[int, int, int, memoryview]:
@@ -102,18 +95,18 @@ class BulkQueue:
         index, position = bulk.index, bulk.position
         return bulk.id, index, position, self._next_of(self.striped)[1]
 
-    def _next_of(self, queue: deque[BulkSend], *, is_small: bool = False) -> tuple[BulkSend, memoryview]:
+    def _next_of(self, queue: deque[BulkSend]) -> tuple[BulkSend, memoryview]:
         bulk = queue.popleft()
         chunk = bulk.next_chunk()
-        self._count(chunk.nbytes, is_small=is_small)
+        self._count(queue, -chunk.nbytes)
         if not bulk.is_sent:
             queue.append(bulk)
         return bulk, chunk
 
-    def _count(self, size_bytes: int, *, is_small: bool) -> None:
-        self.unsent_bytes -= size_bytes
-        if is_small:
-            self.small_bytes -= size_bytes
+    def _count(self, queue: deque[BulkSend], size_bytes: int) -> None:
+        self.unsent_bytes += size_bytes
+        if queue is self._small:
+            self.small_bytes += size_bytes
 
     def park(self, bulk: BulkSend) -> None:
         """A message has to wait. It counts as unsent, and may be dropped."""

@@ -184,10 +184,6 @@ class Connection(ABC):
         return peer
 
     @property
-    def is_in_handshake(self) -> bool:
-        return self.protocol.state is State.HANDSHAKE
-
-    @property
     def is_open(self) -> bool:
         return self.protocol.state is State.OPEN
 
@@ -674,7 +670,7 @@ class Listener(ABC):
         return connection
 
     def _abort_handshakes(self) -> None:
-        for connection in [each for each in self._accepted if each.is_in_handshake]:
+        for connection in [each for each in self._accepted if each.protocol.state is State.HANDSHAKE]:
             connection.abort(ConnectionClosedError(f"nobody listens on {self.address} any more"))
 
 

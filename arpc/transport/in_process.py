@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections import deque
+from collections.abc import Callable
 from itertools import count
 from typing import Final
 
@@ -28,26 +29,34 @@ class MemoryConnection(Connection):
 
     far: MemoryConnection | None = None
     """The other end, until this one is over."""
+    _write: Callable[[bytes | memoryview], None]
 
     def __init__(self, protocol: Protocol, receiver: Receiver, name: str) -> None:
         super().__init__(protocol, receiver)
         self.address = f"memory://{name}"
-        self._parts: deque[memoryview] = deque()
+        self._parts: deque[bytes | memoryview] = deque()
         """What the other end has written and this one has not read yet."""
         self.unread_bytes = 0
         self._delivery: asyncio.Handle | None = None
         self._has_eof = False
 
+    def join(self, far: MemoryConnection) -> None:
+        """Write to another connection, which does the same to this one."""
+        self.far = far
+        self._write = far.arrived
+
     # -- called by the other end
 
-    def arrived(self, data: bytes | memoryview) -> int:
-        """The other end has written something; how much there is to read now."""
-        if self._phase is Phase.ENDED:
-            return 0
-        self._parts.append(memoryview(data))
+    def arrived(self, data: bytes | memoryview) -> None:
+        """The other end has written something."""
+        far = self.far
+        if far is None:
+            return
+        self._parts.append(data)
         self.unread_bytes += len(data)
+        if self.unread_bytes > _HIGH_WATER:
+            far.pause_writing()
         self._schedule()
-        return self.unread_bytes
 
     def eof_received(self, *, is_aborted: bool = False) -> None:
         """The other end writes no more. If it was aborted, what it has written is lost."""
@@ -64,28 +73,28 @@ class MemoryConnection(Connection):
         self._delivery = None
         parts = self._parts
         budget = _DELIVER_BYTES
-        while parts and budget > 0 and self._phase is not Phase.ABORTED:
+        while parts and budget > 0:
             part = parts.popleft()
             buffer = self.protocol.get_buffer(-1)
-            size = min(part.nbytes, buffer.nbytes)
-            buffer[:size] = part[:size]
-            if size < part.nbytes:
-                parts.appendleft(part[size:])
+            size = len(part)
+            if size > len(buffer):
+                size = len(buffer)
+                view = memoryview(part)
+                part = view[:size]
+                parts.appendleft(view[size:])
+            buffer[:size] = part
             self.unread_bytes -= size
             budget -= size
             self._received(size)
-        if self.far is not None and self.far.is_full and self.unread_bytes <= _LOW_WATER:
-            self.far.resume_writing()
+        far = self.far
+        if far is not None and far.is_full and self.unread_bytes <= _LOW_WATER:
+            far.resume_writing()
         if parts:
             self._schedule()
         elif self._has_eof and not (self._phase is Phase.CLOSING and self.bulk):
             self._end()
 
     # -- called by Connection
-
-    def _write(self, data: bytes | memoryview) -> None:
-        if self.far is not None and self.far.arrived(data) > _HIGH_WATER:
-            self.pause_writing()
 
     def _write_pieces(self, pieces: tuple[bytes, memoryview]) -> None:
         for piece in pieces:
@@ -101,6 +110,7 @@ class MemoryConnection(Connection):
             self.loop.call_soon(self._end)
 
     def _abort(self) -> None:
+        self._forget_input()
         self.loop.call_soon(self._end)
 
     def _end(self) -> None:
@@ -122,7 +132,8 @@ def connect_pair(
 ) -> tuple[MemoryConnection, MemoryConnection]:
     """Two connected ends whose handshake has begun."""
     near, far = MemoryConnection(*connector, name), MemoryConnection(*acceptor, name)
-    near.far, far.far = far, near
+    near.join(far)
+    far.join(near)
     near.start()
     far.start()
     return near, far

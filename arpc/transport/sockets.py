@@ -163,7 +163,7 @@ class StreamConnection(Connection, asyncio.BufferedProtocol):
                 sock = _duplicate(self._socket)
             except OSError:
                 return None  # no descriptor is left
-            self._write_lock = WriteLock(self._transport, sock, self, self.loop.call_soon_threadsafe)
+            self._write_lock = WriteLock(self._transport, sock, self)
             self._write = self._write_lock.write
             self._write_pieces = self._write_lock.writelines
         return self._write_lock
@@ -180,12 +180,14 @@ class StreamConnection(Connection, asyncio.BufferedProtocol):
         super().abort(error)
 
     def count_sent(self) -> int:
+        return self.bytes_sent + (0 if self._write_lock is None else self._write_lock.bytes_sent)
+
+    def statistics(self) -> dict[str, int]:
+        counts = super().statistics()
         if self._write_lock is not None:
-            frames, size_bytes, writes = self._write_lock.take_counts()
-            self.frames_sent += frames
-            self.bytes_sent += size_bytes
-            self.writes += writes
-        return self.bytes_sent
+            counts["frames_sent"] += self._write_lock.frames_sent
+            counts["writes"] += self._write_lock.writes
+        return counts
 
     # -- called by Connection
 

@@ -15,6 +15,7 @@ import sys
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
+from operator import attrgetter
 from typing import Any, Final, Protocol, cast
 
 __all__ = ["Alarm", "Alarms", "CallAt", "alarms_of"]
@@ -39,11 +40,11 @@ CallAt = Callable[[float, Callable[[], None]], Alarm]
 
 
 class _Alarm:
-    __slots__ = ("_waiting", "callback", "when")
+    __slots__ = ("_callback", "_waiting", "when")
 
     def __init__(self, waiting: list[_Alarm], when: float, callback: Callable[[], None]) -> None:
         self.when = when
-        self.callback = callback
+        self._callback = callback
         self._waiting = waiting
         waiting.append(self)
 
@@ -51,6 +52,11 @@ class _Alarm:
         # the clock stays as it is: it rings for nobody then, and is set for the next
         with suppress(ValueError):  # it has rung
             self._waiting.remove(self)
+
+    def ring(self) -> None:
+        if self in self._waiting:
+            self._waiting.remove(self)
+            self._callback()
 
 
 class Alarms:
@@ -96,30 +102,14 @@ class Alarms:
     def _rang(self) -> None:
         with suppress(BlockingIOError):  # it has been set anew meanwhile
             os.read(self._fd, 8)
-        # After what has come in the same moment: an answer that is here is not too late
-        self._loop.call_soon(self._call_due)
-
-    def _call_due(self) -> None:
         now = self._loop.time()
         self._set_for = float("inf")
-        due = [alarm for alarm in self._waiting if alarm.when <= now]
-        try:
-            for alarm in sorted(due, key=lambda alarm: alarm.when):
-                if alarm in self._waiting:  # not cancelled by one of those before
-                    alarm.cancel()
-                    self._call(alarm.callback)
-        finally:  # after an interrupt, too, the others are to ring
-            if self._waiting:
-                earliest = min(alarm.when for alarm in self._waiting)
-                if earliest < self._set_for:
-                    self._set(earliest)
-
-    def _call(self, callback: Callable[[], None]) -> None:
-        try:
-            callback()
-        except Exception as error:  # noqa: BLE001 - what loops do with it
-            details = {"message": f"Exception in callback {callback!r}", "exception": error}
-            self._loop.call_exception_handler(details)
+        for alarm in sorted(self._waiting, key=attrgetter("when")):
+            if alarm.when > now:
+                self._set(alarm.when)
+                break
+            # After what has come in the same moment: an answer that is here is not too late
+            self._loop.call_soon(alarm.ring)
 
 
 def alarms_of(loop: asyncio.AbstractEventLoop) -> Alarms | None:

@@ -15,9 +15,9 @@ import asyncio
 import contextlib
 import errno
 import socket
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from threading import RLock
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Final
 
 if TYPE_CHECKING:
     from arpc.transport.connection import Connection
@@ -44,24 +44,16 @@ class WriteLock:
     transport closes its own: until then the peer would not see the end.
     """
 
-    def __init__(
-        self,
-        transport: asyncio.Transport,
-        sock: socket.socket,
-        connection: Connection,
-        call_loop: Callable[[Callable[[], None]], Any],
-    ) -> None:
+    def __init__(self, transport: asyncio.Transport, sock: socket.socket, connection: Connection) -> None:
         # A lock that its holder may take again: whatever a transport calls back in the middle of a write, the loop
         # must not wait for itself
         self.lock = RLock()
-        self._frames_sent = 0
-        self._bytes_sent = 0
-        self._writes = 0
+        # What threads have sent, beside what the loop counts
+        self.frames_sent = self.bytes_sent = self.writes = 0
         self._transport = transport
         self._socket = sock
         self._send = sock.send
         self._connection = connection
-        self._call_loop = call_loop
         self._rest = b""
         self._is_over = False
 
@@ -77,9 +69,9 @@ class WriteLock:
         with self.lock:
             if self._rest or self._is_over or self._connection.is_full:
                 return False
-            self._frames_sent += len(frames)
-            self._bytes_sent += size_bytes
-            self._writes += 1
+            self.frames_sent += len(frames)
+            self.bytes_sent += size_bytes
+            self.writes += 1
             try:
                 sent = self._send(data)
             except (BlockingIOError, InterruptedError):
@@ -91,7 +83,7 @@ class WriteLock:
             if sent < size_bytes:
                 self._rest = data[sent:]
                 with contextlib.suppress(RuntimeError):  # the loop is closed
-                    self._call_loop(self.write_rest)
+                    self._connection.loop.call_soon_threadsafe(self.write_rest)
             return True
 
     # -- for the loop
@@ -116,13 +108,6 @@ class WriteLock:
 
     def get_write_buffer_size(self) -> int:
         return self._transport.get_write_buffer_size() + len(self._rest)
-
-    def take_counts(self) -> tuple[int, int, int]:
-        """Frames, bytes and writes of threads since the last time."""
-        with self.lock:
-            counts = self._frames_sent, self._bytes_sent, self._writes
-            self._frames_sent = self._bytes_sent = self._writes = 0
-        return counts
 
     def shut(self) -> None:
         """No thread may send any more."""

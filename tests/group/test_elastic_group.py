@@ -9,7 +9,7 @@ from torch.distributed import HashStore
 from arpc.errors import NameTakenError, RendezvousError, UnknownWorkerError
 from arpc.group import elastic_group
 from arpc.group.elastic_group import Stay, allocate_id, append_event, mark_used, read_events
-from arpc.group.group_store import KeyValues
+from arpc.group.group_store import Access, KeyValues
 from arpc.group.membership import encode
 from arpc.group.rendezvous import Joined, Left, Rendezvous, WorkerRecord
 from arpc.ids import WorkerInfo
@@ -264,7 +264,7 @@ async def test_changes_end_when_the_worker_leaves():
 def test_the_log_has_no_gaps_and_is_read_in_large_pieces(monkeypatch):
     monkeypatch.setattr(elastic_group, "EVENTS_AT_ONCE", 10)
     store = CountingStore()
-    kv = KeyValues(store, "")
+    kv = KeyValues(store, Access(""))
     events = [Joined(recorder(f"w{number}")(number)) for number in range(35)]
     for place, event in enumerate(events):
         assert append_event(kv, event) == place
@@ -340,7 +340,7 @@ async def test_cancelled_in_a_probe():
 
 
 def key_values() -> KeyValues:
-    return KeyValues(HashStore(), "a store")
+    return KeyValues(HashStore(), Access("a store"))
 
 
 def record_of(name: str, worker_id: int) -> WorkerRecord:

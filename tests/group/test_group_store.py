@@ -15,7 +15,7 @@ from tests.agent.groups import store_threads
 
 
 def wrap(store: Store) -> GroupStore:
-    return GroupStore(KeyValues(store, "the store"), Access("the store"), rank=None, world_size=None)
+    return GroupStore(KeyValues(store, Access("the store")), rank=None, world_size=None)
 
 
 @pytest.fixture(params=["hash", "file", "tcp", "prefix"])
@@ -63,7 +63,7 @@ async def test_without_a_thread_a_store_is_closed_all_the_same(
 
 
 def test_a_peek_never_waits_and_never_writes(store):
-    kv = KeyValues(store, "")
+    kv = KeyValues(store, Access(""))
     assert kv.peek("key") is None
     assert kv.count("key") == 0
     kv.set("key", b"\x00\xff")
@@ -73,7 +73,7 @@ def test_a_peek_never_waits_and_never_writes(store):
 
 
 def test_a_swap_happens_only_if_the_value_is_the_expected_one(store):
-    kv = KeyValues(store, "")
+    kv = KeyValues(store, Access(""))
     assert kv.swap("key", b"first") == b"first"
     assert kv.swap("key", b"second") == b"first"
     assert kv.swap("key", b"second", expected=b"first") == b"second"
@@ -82,7 +82,7 @@ def test_a_swap_happens_only_if_the_value_is_the_expected_one(store):
 
 
 def test_counters_and_many_values_at_once(store):
-    kv = KeyValues(store, "")
+    kv = KeyValues(store, Access(""))
     assert kv.add("counter", 2) == 2
     assert kv.add("counter", -1) == 1
     assert kv.count("counter") == 1
@@ -181,13 +181,13 @@ async def test_a_store_that_does_not_answer_counts_as_lost(monkeypatch, caplog):
 
 async def test_a_step_on_a_lost_store_that_ends_late_does_not_lose_the_next_one():
     gate = threading.Event()
-    following = KeyValues(HashStore(), "the next store")
+    following = KeyValues(HashStore(), Access("the next store"))
 
-    async def reopen(_: float) -> tuple[KeyValues, Access]:
-        return following, Access("the next store")
+    async def reopen(_: float) -> KeyValues:
+        return following
 
-    first = KeyValues(HashStore(), "the store")
-    group = GroupStore(first, Access("the store"), rank=None, world_size=None, reopen=reopen)
+    first = KeyValues(HashStore(), Access("the store"))
+    group = GroupStore(first, rank=None, world_size=None, reopen=reopen)
     reopening = asyncio.create_task(group.reopen(float("inf")))
     await asyncio.sleep(0)
     late = asyncio.create_task(group.run(lambda _: gate.wait(60), limit_s=0.2))

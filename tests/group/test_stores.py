@@ -130,13 +130,13 @@ async def test_a_port_that_is_no_number(monkeypatch):
 async def test_a_ready_store_tells_where_it_is():
     tcp = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     group = await open_store(store=PrefixStore("a", PrefixStore("b", tcp)), rank=0, world_size=1)
-    assert group.host == "127.0.0.1"
+    assert group.access.host == "127.0.0.1"
     assert group.access.description == f"PrefixStore at 127.0.0.1:{tcp.port}"
     assert not group.access.is_host
     await group.aclose()
     tcp.set("still", "there")
     group = await open_store(store=HashStore(), rank=0, world_size=1)
-    assert group.host is None
+    assert group.access.host is None
     await group.aclose()
 
 
@@ -203,7 +203,7 @@ async def test_tcp_over_ipv6():
         pytest.skip("no IPv6 on loopback")
     host = await open_store(init_method="tcp://[::1]:0", rank=0, world_size=2)
     client = await open_store(init_method=f"tcp://[::1]:{host.access.port}", rank=1, world_size=2)
-    assert host.host == "::1"
+    assert host.access.host == "::1"
     await share(host, client)
 
 

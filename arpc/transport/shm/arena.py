@@ -18,7 +18,7 @@ from arpc.transport.shm.borrowing import Borrowings
 from arpc.transport.shm.loans import Loans
 from arpc.transport.shm.mapping import ArenaFile, is_supported
 from arpc.transport.shm.processes import ProcessWatch
-from arpc.transport.shm.threads import Done, MemoryThreads
+from arpc.transport.shm.threads import MemoryThreads
 from arpc.wire.frames import ALIGNMENT
 from arpc.wire.values.raw_memory import address_of, view_of
 
@@ -40,7 +40,7 @@ _IDLE_S: Final = 10.0
 class Placement:
     """The buffers of one message, each with its place in the arena. Holds their blocks until it is lent or dropped."""
 
-    __slots__ = ("_copies", "_file", "blocks", "cold_blocks", "cost_bytes", "offsets", "sizes")
+    __slots__ = ("_copies", "_file", "blocks", "offsets", "sizes")
 
     def __init__(self, file: ArenaFile) -> None:
         self._file = file
@@ -48,10 +48,6 @@ class Placement:
         self.offsets: list[int] = []
         self.sizes: list[int] = []
         self.blocks: list[Block] = []
-        self.cold_blocks: list[Block] = []
-        """Those that get their memory when something is copied there."""
-        self.cost_bytes = 0
-        """What there is to copy, weighted by how long it takes."""
 
     def add(self, buffer: memoryview, block: Block, offset: int, *, is_there: bool) -> None:
         self.offsets.append(offset)
@@ -59,9 +55,12 @@ class Placement:
         self.blocks.append(block)
         if not is_there:
             self._copies.append((buffer, offset, block.is_warm))
-            self.cost_bytes += buffer.nbytes * (1 if block.is_warm else _COLD_FACTOR)
-            if not block.is_warm:
-                self.cold_blocks.append(block)
+
+    @property
+    def is_quick(self) -> bool:
+        """Whether to copy at once, or in a thread."""
+        cost_bytes = sum(buffer.nbytes * (1 if is_warm else _COLD_FACTOR) for buffer, _, is_warm in self._copies)
+        return cost_bytes <= _INLINE_BYTES
 
     def copy(self) -> None:
         """Fill the blocks; in any thread. Raises `OSError` when the system has no memory."""
@@ -94,7 +93,8 @@ class Arena:
         """Messages with so many bytes of large tensors go through it."""
         self.window_bytes = window_bytes
         """So much may wait in it for one peer to be read."""
-        self.borrowings = Borrowings(self.loop, lambda job: self._threads.run(job, _nothing))
+        self.threads = MemoryThreads()
+        self.borrowings = Borrowings(self.loop, self.threads.run)
         self.sends = 0
         self.sent_bytes = 0
         self.fallbacks = 0
@@ -107,7 +107,6 @@ class Arena:
         """Those of shared tensors, by their offsets."""
         # A tensor refers to it by its lease, and so to this arena: the file stays mapped even when the worker is gone
         self._ended: ReleaseQueue[Block] = ReleaseQueue(self.loop, self._free_owned)
-        self._threads = MemoryThreads()
         self._trimming: asyncio.TimerHandle | None = None
         self._is_closed = False
 
@@ -172,14 +171,6 @@ class Arena:
         block = self._owned[number]
         return (block, offset) if offset + buffer.nbytes <= block.offset + block.size_bytes else None
 
-    def is_quick(self, placement: Placement) -> bool:
-        """Whether to copy at once, or in a thread."""
-        return placement.cost_bytes <= _INLINE_BYTES
-
-    def copy_in_thread(self, placement: Placement, done: Done) -> None:
-        """Copy in a thread, then call ``done``, in any case."""
-        self._threads.run(placement.copy, done)
-
     def lend(self, borrower: int, placement: Placement) -> None:
         """The borrower is told now."""
         loans = self._borrowers[borrower].loans
@@ -191,8 +182,9 @@ class Arena:
     def drop(self, placement: Placement, *, is_broken: bool = False) -> None:
         """Nobody will be told. ``is_broken``: the system had no memory for it."""
         with self._lock:
-            for block in placement.cold_blocks if is_broken else ():
-                self._pool.cool(block)
+            for block in placement.blocks if is_broken else ():
+                if not block.is_warm:
+                    self._pool.cool(block)
         self._let_go(placement.blocks)
 
     # -- peers
@@ -252,6 +244,7 @@ class Arena:
         try:
             if not block.is_warm:
                 self.file.reserve(block.offset, size_bytes)
+                block.is_warm = True
         except OSError as error:
             del view  # the error refers to this frame
             with self._lock:
@@ -306,7 +299,7 @@ class Arena:
             with self._lock:
                 self._pool.end_trim(blocks)
 
-        self._threads.run(punch, punched)
+        self.threads.run(punch, punched)
 
     # -- the end
 
@@ -316,7 +309,7 @@ class Arena:
         self._ended.close()
         if self._trimming is not None:
             self._trimming.cancel()
-        await self._threads.aclose()
+        await self.threads.aclose()
         for borrower in list(self._borrowers):
             self._forget_borrower(borrower)
         self.borrowings.close()
@@ -349,10 +342,6 @@ def open_arena(options: RpcOptions) -> Arena | None:
     except OSError as error:
         logger.warning("no memory can be shared with other processes (%s): large tensors go through sockets", error)
         return None
-
-
-def _nothing(_: BaseException | None) -> None:
-    """Called when something is done that nobody waits for."""
 
 
 _offset_of: Final = attrgetter("offset")

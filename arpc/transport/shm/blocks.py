@@ -32,7 +32,7 @@ class Block:
         self.resident_bytes = 0
         """How much of it, from its beginning, has memory behind it."""
         self.is_warm = False
-        """When it was given out, all that was asked for had memory behind it."""
+        """All that was asked for had memory behind it before anything was copied there."""
         self.holders = 0
         """How many need it: this worker, while it fills it or has a tensor there, and one for each loan of it."""
         self.free_since = 0.0
@@ -54,7 +54,6 @@ class BlockPool:
         # By size. The end of a list was used last, and may still be in the caches
         self._free: dict[int, deque[Block]] = {}
         self._end = HEADER_BYTES
-        self._trimming = 0
 
     @property
     def addresses(self) -> int:
@@ -112,12 +111,10 @@ class BlockPool:
             for block in free:
                 (trimmed if block.resident_bytes and block.free_since <= idle_since else kept).append(block)
             self._free[size_bytes] = kept
-        self._trimming += len(trimmed)
         return trimmed
 
     def end_trim(self, blocks: Sequence[Block]) -> None:
         """These have no memory any more."""
-        self._trimming -= len(blocks)
         for block in blocks:
             self.resident_bytes -= block.resident_bytes
             block.resident_bytes = 0
@@ -130,5 +127,4 @@ class BlockPool:
             "resident_bytes": self.resident_bytes,
             "used_bytes": self.used_bytes,
             "used_blocks": self.used_blocks,
-            "trimming_blocks": self._trimming,
         }

@@ -61,18 +61,14 @@ class _State(Enum):
     """What has become of this worker's offer."""
 
     CLOSED = auto()
-    """The handshake is not done, or the connection is over, or the peer knows nothing of shared memory."""
+    """The handshake is not done, or the connection is over, or the peer does not share memory."""
     IDLE = auto()
     """Nothing was offered yet."""
     OFFERED = auto()
     READY = auto()
     """The peer has mapped the arena."""
-    REFUSED = auto()
     GIVEN_UP = auto()
     """This worker closes the connection: the answer, if it still comes, does not matter."""
-
-
-_USELESS: Final = frozenset((_State.CLOSED, _State.REFUSED, _State.GIVEN_UP))
 
 
 class Channel:
@@ -87,12 +83,11 @@ class Channel:
         """Messages that wait for the answer to the offer."""
         self._unread: deque[int] = deque()
         """Sizes of the messages that were lent and that the peer has not read yet."""
-        self._unread_bytes = 0
-        """Their sum, and that of the messages that are being copied."""
+        self.unread_bytes = 0
+        """Their sum."""
         self._copying = self._copying_bytes = 0
         """Messages that a thread copies: they are parked meanwhile, and count as unsent."""
         self._borrowed: BorrowedArena | None = None
-        self._lender = 0
         self._read_count = 0
 
     def opened(self) -> None:
@@ -117,14 +112,14 @@ class Channel:
             self._arena.borrower_disconnected(self._borrower, self)
         self._state = _State.CLOSED
         if self._borrowed is not None and self._is_current:
-            self._arena.borrowings.release(self._lender, self._borrowed)
+            self._arena.borrowings.release(self._connection.peer.incarnation, self._borrowed)
         self._borrowed = None
 
     # -- sending
 
     def carry(self, data: bytes, bulk: BulkSend) -> bool:
         """Send a message through shared memory, now or later; False if it must go through the connection."""
-        if self._state in _USELESS or not self._arena.wants(bulk.buffers, bulk.size_bytes):
+        if self._state in {_State.CLOSED, _State.GIVEN_UP} or not self._arena.wants(bulk.buffers, bulk.size_bytes):
             return False
         if self._state is _State.READY:
             return self._arena.serves(self._borrower, self) and self._lend(data, bulk)
@@ -148,19 +143,19 @@ class Channel:
 
     def _lend(self, data: bytes, bulk: BulkSend) -> bool:
         # A peer that does not read shall not get all there is: the socket knows how to hold back
-        if self._unread_bytes and self._unread_bytes + bulk.size_bytes > self._arena.window_bytes:
+        waiting_bytes = self.unread_bytes + self._copying_bytes
+        if waiting_bytes and waiting_bytes + bulk.size_bytes > self._arena.window_bytes:
             return False
         placement = self._arena.place(bulk.buffers)
         if placement is None:
             return False
-        self._unread_bytes += bulk.size_bytes
-        if self._arena.is_quick(placement):
+        if placement.is_quick:
             self._copied(data, bulk, placement, _try(placement))
         else:
             self._connection.bulk.park(bulk)
             self._copying += 1
             self._copying_bytes += bulk.size_bytes
-            self._arena.copy_in_thread(placement, lambda error: self._copied_in_thread(data, bulk, placement, error))
+            self._arena.threads.run(placement.copy, lambda error: self._copied_in_thread(data, bulk, placement, error))
         return True
 
     def _copied_in_thread(self, data: bytes, bulk: BulkSend, placement: Placement, error: BaseException | None) -> None:
@@ -171,8 +166,7 @@ class Channel:
         if self._connection.bulk.unpark(bulk):
             self._copied(data, bulk, placement, error)
         else:
-            self._unread_bytes -= bulk.size_bytes
-            self._arena.drop(placement)
+            self._arena.drop(placement, is_broken=error is not None)
         if was_behind and not self.is_behind:
             self._connection.tell_drained()
 
@@ -180,12 +174,12 @@ class Channel:
         if error is not None or not self._arena.serves(self._borrower, self):
             if error is not None:
                 logger.warning("no shared memory for %d bytes: %s", bulk.size_bytes, error)
-            self._unread_bytes -= bulk.size_bytes
             self._arena.drop(placement, is_broken=error is not None)
             self._connection.send_in_chunks(data, bulk)
             return
         self._arena.lend(self._borrower, placement)
         self._unread.append(bulk.size_bytes)
+        self.unread_bytes += bulk.size_bytes
         offsets = struct.pack(f"<{len(placement.offsets)}Q", *placement.offsets)
         self._connection.send_lent(data, bulk, offsets)
 
@@ -206,7 +200,7 @@ class Channel:
         else:
             reason = bytes(message.body[:_MAX_REASON_BYTES]).decode(errors="replace")
             logger.info("worker %s does not share memory: %s", self._connection.peer.name, reason)
-            self._state = _State.REFUSED
+            self._state = _State.CLOSED
             self._answered()
 
     def _on_mapped(self, message: Message) -> None:
@@ -224,7 +218,7 @@ class Channel:
         if self._state is not _State.READY or len(body) % 8 or message.arg > len(self._unread):
             raise ProtocolError("shared memory was given back that was not lent")
         for _ in range(message.arg):
-            self._unread_bytes -= self._unread.popleft()
+            self.unread_bytes -= self._unread.popleft()
         if message.arg:
             self._connection.tell_bulk_left()
         if not self._arena.serves(self._borrower, self):
@@ -238,10 +232,9 @@ class Channel:
         connection = self._connection
         if self._borrowed is not None:
             raise ProtocolError("a second offer of shared memory")
-        self._lender = connection.peer.incarnation
         try:
             offer = _decode_offer(message.body)
-            borrowed = self._arena.borrowings.map(self._lender, offer)
+            borrowed = self._arena.borrowings.map(connection.peer.incarnation, offer)
         except msgspec.MsgspecError as error:
             raise ProtocolError(f"a malformed offer of shared memory: {error}") from error
         except UnmappableError as error:
@@ -271,11 +264,6 @@ class Channel:
     def _is_current(self) -> bool:
         """No newer connection to the lender, made before the end of this one was noticed, has what was borrowed."""
         return self._borrowed is not None and self._borrowed.on_ended == self._tell
-
-    @property
-    def unread_bytes(self) -> int:
-        """What was lent and the peer has not read yet."""
-        return self._unread_bytes - self._copying_bytes
 
     @property
     def is_behind(self) -> bool:

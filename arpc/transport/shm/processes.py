@@ -14,7 +14,6 @@ class ProcessWatch:
 
     def __init__(self, pid: int, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._is_waiting = False
         try:
             self._fd = os.pidfd_open(pid)
         except (OSError, OverflowError, AttributeError):
@@ -23,12 +22,10 @@ class ProcessWatch:
     def call_at_end(self, callback: Callable[[], None]) -> None:
         """Call this on the loop once the process has ended, which it may have already."""
         if self._fd >= 0:
-            self._is_waiting = True
             self._loop.add_reader(self._fd, callback)
 
     def stop_waiting(self) -> None:
-        if self._is_waiting:
-            self._is_waiting = False
+        if self._fd >= 0:
             self._loop.remove_reader(self._fd)
 
     def close(self) -> None:

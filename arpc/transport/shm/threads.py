@@ -9,11 +9,11 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Final
 
-__all__ = ["Done", "MemoryThreads"]
+__all__ = ["MemoryThreads"]
 
 _MAX_THREADS: Final = 4
 
-Done = Callable[[BaseException | None], None]
+_Done = Callable[[BaseException | None], None]
 """Called on the loop when something was done, with what went wrong."""
 
 
@@ -22,20 +22,20 @@ class MemoryThreads:
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._executor: ThreadPoolExecutor | None = None
+        threads = min(_MAX_THREADS, os.cpu_count() or 1)
+        self._executor = ThreadPoolExecutor(threads, thread_name_prefix="arpc-memory")
         self._jobs = 0
-        self._all_done: asyncio.Future[None] | None = None
+        self._all_done = asyncio.Event()
+        self._all_done.set()
 
-    def run(self, job: Callable[[], None], done: Done) -> None:
+    def run(self, job: Callable[[], None], done: _Done = lambda _: None) -> None:
         """Run a job; ``done`` is called in any case."""
-        if self._executor is None:
-            threads = min(_MAX_THREADS, os.cpu_count() or 1)
-            self._executor = ThreadPoolExecutor(threads, thread_name_prefix="arpc-memory")
         self._jobs += 1
+        self._all_done.clear()
         # Not by the executor's future: with its callbacks it would be a cycle, and keep what was copied
         self._executor.submit(self._work, job, done)
 
-    def _work(self, job: Callable[[], None], done: Done) -> None:
+    def _work(self, job: Callable[[], None], done: _Done) -> None:
         error: BaseException | None = None
         try:
             job()
@@ -44,16 +44,13 @@ class MemoryThreads:
         with suppress(RuntimeError):  # the loop was closed without a shutdown: nobody waits any more
             self._loop.call_soon_threadsafe(self._worked, done, error)
 
-    def _worked(self, done: Done, error: BaseException | None) -> None:
+    def _worked(self, done: _Done, error: BaseException | None) -> None:
         self._jobs -= 1
-        if not self._jobs and self._all_done is not None:
-            self._all_done.set_result(None)
+        if not self._jobs:
+            self._all_done.set()
         done(error)
 
     async def aclose(self) -> None:
         """Wait for what is under way. Nothing may be begun any more."""
-        if self._jobs:
-            self._all_done = self._loop.create_future()
-            await self._all_done
-        if self._executor is not None:
-            self._executor.shutdown()
+        await self._all_done.wait()
+        self._executor.shutdown()

@@ -246,7 +246,7 @@ async def test_a_peer_that_does_not_read_gets_its_answers_later(make_stage):
         connection.pause_writing()
         stage.open()
         assert await call == "late"
-        assert connection._write_lock._writes == 0, "a thread has written to a connection that is full"
+        assert connection._write_lock.writes == 0, "a thread has written to a connection that is full"
         connection.resume_writing()
 
 

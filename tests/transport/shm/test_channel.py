@@ -111,12 +111,12 @@ class Gate:
     def __init__(self, monkeypatch):
         self.entered = threading.Event()
         self.opened = threading.Event()
-        copy = ArenaFile.copy
+        self.copy = ArenaFile.copy
 
         def gated(*args, **options):
             self.entered.set()
             assert self.opened.wait(30)
-            copy(*args, **options)
+            self.copy(*args, **options)
 
         monkeypatch.setattr(ArenaFile, "copy", gated)
 
@@ -188,6 +188,22 @@ async def test_one_that_is_dropped_while_it_is_copied(gate):
         assert await both.send(b"x" * MIB) == [b"x" * MIB], "and the next is counted right"
 
 
+async def test_one_that_is_dropped_and_then_finds_no_memory(gate):
+    async with sharing() as both:
+
+        def fail(*_, **__):
+            raise OSError(28, "No space left on device")
+
+        gate.copy = fail
+        buffers = [memoryview(os.urandom(32 * MIB))]
+        bulk = both.near.connection.send_bulk(bulk_frame(1, buffers), buffers)
+        await gate.wait_entered()
+        assert both.near.connection.drop_bulk(bulk)
+        gate.opened.set()
+        await both.freed()
+        assert both.near_arena.statistics()["resident_bytes"] == 0, "what is not there counts as free memory"
+
+
 async def test_a_connection_that_ends_while_something_is_copied(gate):
     async with sharing() as both:
         buffers = [memoryview(os.urandom(32 * MIB))]
@@ -225,6 +241,19 @@ async def test_an_arena_that_is_closed_waits_for_its_threads(gate):
         assert not closing.done()
         gate.opened.set()
         await closing
+
+
+async def test_a_closing_that_is_cancelled_disturbs_no_thread(gate):
+    async with sharing() as both:
+        buffers = [memoryview(os.urandom(32 * MIB))]
+        both.near.connection.send_bulk(bulk_frame(1, buffers), buffers)
+        await gate.wait_entered()
+        closing = asyncio.ensure_future(both.near_arena.aclose())
+        await asyncio.sleep(0)
+        closing.cancel()
+        await asyncio.wait((closing,))
+        gate.opened.set()
+        assert (await both.far.received(1))[0].buffers == buffers
 
 
 async def test_a_full_arena_lets_the_socket_do_it():

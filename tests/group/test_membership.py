@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from arpc.group.fingerprints import host_fingerprint, main_fingerprint
+from arpc.group.membership import host_fingerprint, main_fingerprint
 
 
 def test_a_machine_has_one_fingerprint():

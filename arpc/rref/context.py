@@ -218,7 +218,7 @@ class RRefContext(PeerWatcher):
             return gone
         use = self.forks.users.get(id_)
         if use is None:
-            use = Use(rref, id_, owner, parent, UserState.LOST, is_created)
+            use = Use(rref, id_, owner, parent, UserState.LOST, is_created, handles=0)
             use.failure = RRefError(f"{use} came too late: worker {parent.name!r}, which sent it, had given it up")
             return use
         use.origin = f"received from worker {parent.name}"
@@ -271,7 +271,7 @@ class RRefContext(PeerWatcher):
             return
         waiter = self.agent.loop.create_future()
         self._ends.setdefault(id_, []).append(waiter)
-        self.carry_out(self.forks.handle_dropped(id_))
+        self.carry_out(self.forks.handle_dropped(use))
         self.post.send_gathered()
         if not use.handles:
             await waiter
@@ -284,7 +284,7 @@ class RRefContext(PeerWatcher):
             if use.failure is None:
                 use.failure = RRefError(f"{use} was released: worker {self.info.name!r} has shut down")
             while use.handles:
-                self.carry_out(self.forks.handle_dropped(use.fork))
+                self.carry_out(self.forks.handle_dropped(use))
         for id_ in list(self.forks.offers):
             self.inquiries.ask_about_offer(id_)
         end = None if timeout_s is None else self.agent.loop.time() + timeout_s

@@ -118,7 +118,7 @@ class ControlQueue:
         for _ in range(len(dropped) if at_most is None else min(at_most, len(dropped))):
             held = dropped.popleft()
             if isinstance(held, Use):
-                following += forks.handle_dropped(held.fork)
+                following += forks.handle_dropped(held)
             else:
                 forks.owner_handle_dropped(held.rref)
         self._context.carry_out(following)

@@ -116,8 +116,8 @@ class Creation(Use, kw_only=True):
     on_cancel: Callable[[], None] | None = None
     is_settled: bool = False
     error: BaseException | None = None
-    waiter: asyncio.Future[tuple[Any, ...]] | None = None
-    """For the value, which comes with the answer."""
+    waiter: asyncio.Future[Any] | None = None
+    """For the answer, which brings the value."""
     watcher: OwnerFuture | None = None
     callbacks: list[Callable[[Any], object]] | None = None
 
@@ -129,10 +129,10 @@ class Creation(Use, kw_only=True):
         else:
             self.context.forks.owner_handle_dropped(self.rref)
 
-    def fetch_along(self) -> asyncio.Future[tuple[Any, ...]] | None:
-        """Let the answer bring the value, too, if the creation has not left yet: what is awaited is a tuple of it.
+    def fetch_along(self) -> asyncio.Future[Any] | None:
+        """Let the answer bring the value, too, if the creation has not left yet. What is awaited is the answer.
 
-        If that is empty, the value has to be asked for.
+        It is the value, in a tuple if it is one itself, or `TO_BE_FETCHED`.
         """
         peer = self.callee
         call = peer.held(self.call_id) if peer is not None else None
@@ -142,8 +142,7 @@ class Creation(Use, kw_only=True):
         if agent.is_intercepted or agent.is_wrapped:
             return None  # interceptors and observers must see a fetch as a call of its own
         call.flags |= _VALUE
-        waiter: asyncio.Future[tuple[Any, ...]] = agent.caller.make_waiter()
-        self.waiter = waiter
+        waiter = self.waiter = agent.caller.make_waiter()
         peer.drain()
         return waiter
 
@@ -185,13 +184,13 @@ class Creation(Use, kw_only=True):
         return True
 
     def set_result(self, answer: Any) -> None:
-        """The owner has answered, with a tuple of the value or without."""
+        """The owner has answered, with the value or without."""
         self.is_settled = True
         self.anchor = self.fetches = None
         self.numbers.settle(self.number)
         context = self.context
         if self.value is None:
-            following = context.forks.creation_confirmed(self.owner, self.rref, self.fork)
+            following = context.forks.creation_confirmed(self)
             if following:
                 context.carry_out(following)
         else:
@@ -201,8 +200,7 @@ class Creation(Use, kw_only=True):
             self._tell()
         waiter, self.waiter = self.waiter, None
         if waiter is not None and not waiter.done():
-            # without the value it is None, and anything else makes no sense
-            waiter.set_result(answer if answer.__class__ is tuple else ())
+            waiter.set_result(answer)
 
     def set_exception(self, error: Exception) -> None:
         """It is not known what has become of it, or it was refused."""
@@ -243,7 +241,7 @@ class Creation(Use, kw_only=True):
                 self.fail(failure)
             # The owner is told, and must be able to tell by the number whether the creation has arrived there: until it
             # has answered the number is in use
-            following = context.forks.creation_failed(self.fork, self.number, text_of(failure))
+            following = context.forks.creation_failed(self, self.number, text_of(failure))
             context.carry_out(following)
             if not following:
                 self.numbers.settle(self.number)

@@ -220,8 +220,12 @@ class RRef(Generic[T_co]):
                     raise
                 finally:
                     del waiter  # whose exception refers to this frame
+                value: T_co
+                if type(answer) is not tuple:
+                    value = answer
+                    return value
                 if answer:
-                    value: T_co = answer[0]
+                    value = answer[0]
                     return value
         context = self._context
         future, is_created = self.owner_future(FetchFuture), use.is_created

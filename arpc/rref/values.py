@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
 from arpc.agent.server.remote_exceptions import raisable
+from arpc.agent.server.run import TO_BE_FETCHED
 from arpc.errors import RRefCreationError, RRefError, set_may_have_run
 from arpc.ids import GloballyUniqueId
 from arpc.rref.states import Owned, OwnerState
@@ -68,12 +69,6 @@ class Value(Owned, eq=False):
         if self._waiters is None and not self.is_ready:
             self._waiters = []
 
-    def set(self, content: Any) -> None:
-        if self.content is NOTHING and self.error is None:
-            self.content = content
-            if self._waiters is not None:
-                self._wake()
-
     def fail(self, error: BaseException) -> None:
         if not self.is_ready:
             # It may be kept for long: it must keep neither this worker's frames, which refer to this value, nor the
@@ -116,14 +111,20 @@ class Value(Owned, eq=False):
         return self.content
 
     def dropped(self) -> None:
-        if self.state is not OwnerState.ABANDONED and not self.is_ready:  # who abandoned it says why
+        if self.state is not OwnerState.ABANDONED:  # the code that abandoned it says why
             text = f"RRef {GloballyUniqueId.from_int(self.rref)} was released before its value was there"
             self.fail(RRefError(text))
 
     # -- as what keeps the result of a request
 
-    def answer(self, run: Run, result: Any) -> tuple[Any, ...] | None:
-        return (result,) if self.is_wanted and not (run.function.keeps_modules and is_a(result, ScriptModule)) else None
+    def answer(self, run: Run, result: Any) -> Any:
+        if run.function.keeps_modules and is_a(result, ScriptModule):
+            self.stays = True  # before anybody can see the value
+            return TO_BE_FETCHED
+        if not self.is_wanted:
+            return None
+        # nobody takes a tuple in another for `TO_BE_FETCHED`
+        return (result,) if type(result) is tuple else result
 
     def answered(self, run: Run, result: Any) -> None:
         handlers = self.handlers
@@ -137,9 +138,10 @@ class Value(Owned, eq=False):
     def returned(self, run: Run, result: Any) -> None:
         if not self.made:
             self.made = run.name
-        if run.function.keeps_modules and is_a(result, ScriptModule):
-            self.stays = True  # before anybody can see the value
-        self.set(result)
+        if self.error is None:
+            self.content = result
+            if self._waiters is not None:
+                self._wake()
         self._ended()
 
     def failed(self, error: BaseException) -> None:
@@ -162,4 +164,4 @@ class Value(Owned, eq=False):
 
     def _ended(self) -> None:
         assert self.handlers is not None
-        self.handlers.forks.creation_ended(self.rref)
+        self.handlers.forks.creation_ended(self)

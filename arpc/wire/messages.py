@@ -271,7 +271,7 @@ class RequestFlag:
     STREAM: Final = 2
     """The caller iterates: answer with items, at first as many as the metadata say, more by `Credit`."""
     VALUE: Final = 4
-    """Of an `RRefCreate`: answer with a tuple of the value, if it can be sent."""
+    """Of an `RRefCreate`: answer with the value, in a tuple if it is one, or with an empty tuple if it stays."""
     SCALAR: Final = 8
     """Of an `RRefCreate`: answer with a tuple of the value, if it is one of `pickling.SCALARS`."""
 

@@ -22,7 +22,7 @@ from arpc.rref.calls import runnable
 from arpc.rref.control_handlers import ControlService
 from arpc.rref.control_queue import ControlQueue, Item
 from arpc.rref.create_on_owner import CreationHandlers
-from arpc.rref.exactly_once import Deliveries
+from arpc.rref.exactly_once import Deliveries, NumbersByPeer
 from arpc.rref.forks import Forks
 from arpc.rref.inquiries import Inquiries
 from arpc.rref.instructions import (
@@ -75,7 +75,10 @@ class RRefContext(PeerWatcher):
         self.options = options
         self.info = WorkerInfo(name, UNKNOWN_ID)
         self.forks = Forks(self.info, Use, Value)
+        self.numbers = NumbersByPeer()
+        """Of the creations and control messages that this worker sends."""
         self.deliveries = Deliveries()
+        """Of those that it receives."""
         self.ids = IdAllocator(UNKNOWN_ID)
         self.agent: Agent
         self.post: ControlQueue
@@ -88,7 +91,7 @@ class RRefContext(PeerWatcher):
         """Finds a method that others call by its name; in allow-list mode it refuses most."""
         self.fresh_context = context.copy
         """The worker's own context, for callbacks: a handler may have caused them, whose deadline is not theirs."""
-        self.incarnation = incarnation
+        self._incarnation = incarnation
         self._answers: dict[ForkId, asyncio.Future[None]] = {}
         """Set when a fork is confirmed, or never will be."""
         self._ends: dict[ForkId, list[asyncio.Future[None]]] = {}
@@ -180,7 +183,7 @@ class RRefContext(PeerWatcher):
             self.inquiries.creations_answered(items, reply)
         if message is RRefCreationFailed:
             for *_, number, _ in items:
-                self.post.numbers(to.name).settle(number)
+                self.numbers[to.name].settle(number)
         elif message is RRefUserDelete and self._ends:
             for _, id_ in items:
                 self._end(id_)
@@ -199,7 +202,7 @@ class RRefContext(PeerWatcher):
 
     def creation_failed_here(self, rref: RRefId, id_: ForkId, number: int, reason: str) -> None:
         """A creation of this worker on itself was given up: it has arrived, or will not be taken any more."""
-        if self.deliveries.is_new(self.info.id, self.incarnation, number, self.post.numbers(self.info.name).oldest):
+        if self.deliveries[self.info.id, self._incarnation].admit(number, self.numbers[self.info.name].oldest):
             self.carry_out(self.forks.creation_abandoned(rref, id_, self.info, reason))
         self.forks.user_deleted(rref, id_)
 
@@ -326,7 +329,7 @@ class RRefContext(PeerWatcher):
             self._forget_peer(peer)
 
     def peer_forgotten(self, peer: WorkerInfo) -> None:
-        self.post.forget(peer.name)
+        self.numbers.forget(peer.name)
         self.forks.forget(peer)
 
     def _forget_peer(self, peer: WorkerInfo) -> None:

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any, Final
 
 from arpc.agent.scope import current_scope
 from arpc.agent.server.dispatcher import CreationService
+from arpc.agent.server.run import Run
 from arpc.errors import RRefError
 from arpc.ids import GloballyUniqueId, WorkerInfo
+from arpc.rref.exactly_once import Window
 from arpc.wire.messages import (
     Message,
     RRefChildAccept,
@@ -31,11 +33,14 @@ _text = GloballyUniqueId.from_int
 _LONGEST_REASON: Final = 1000
 
 
+def _run() -> Run:
+    run = current_scope.get()
+    assert isinstance(run, Run)  # these are handlers
+    return run
+
+
 def _caller() -> WorkerInfo:
-    scope = current_scope.get()
-    assert scope is not None
-    assert scope.caller is not None  # these are handlers
-    return scope.caller
+    return _run().caller
 
 
 def _items(flat: Sequence[Any], size: int) -> Iterator[tuple[Any, ...]]:
@@ -69,6 +74,11 @@ class ControlService:
         """The service for messages that name a function."""
         return {RRefCreate: self._creations}
 
+    def _window(self) -> Window:
+        """Which messages of the caller have come."""
+        inbound = _run().inbound
+        return self._deliveries[inbound.caller.id, inbound.connection.peer.incarnation]
+
     async def _on_fetch(self, rref: int, is_created: bool) -> Any:
         value = await self._context.value(rref, is_created=is_created)
         held = self._forks.owned.get(rref)
@@ -80,38 +90,38 @@ class ControlService:
             )
         return value
 
-    async def _on_fork_request(self, incarnation: int, number: int, oldest: int, items: list[int]) -> list[int]:
+    async def _on_fork_request(self, number: int, oldest: int, items: list[int]) -> list[int]:
         """The answer: which forks are not counted, because their value is gone."""
         caller = _caller()
-        if self._deliveries.is_new(caller.id, incarnation, number, oldest):
+        if self._window().admit(number, oldest):
             for rref, id_, is_created in _items(items, 3):
                 self._context.carry_out(self._forks.fork_requested(rref, id_, caller, bool(is_created)))
         # One that comes again is answered as before: a fork cannot end before this answer
         return [id_ for rref, id_, _ in _items(items, 3) if not self._forks.counts(rref, id_)]
 
-    async def _on_child_accept(self, incarnation: int, number: int, oldest: int, items: list[int]) -> None:
+    async def _on_child_accept(self, number: int, oldest: int, items: list[int]) -> None:
         for id_ in items:
             self._context.carry_out(self._forks.child_accepted(id_))
 
-    async def _on_user_delete(self, incarnation: int, number: int, oldest: int, items: list[int]) -> None:
+    async def _on_user_delete(self, number: int, oldest: int, items: list[int]) -> None:
         self._creations.keep_answered()
         for rref, id_ in _items(items, 2):
             self._forks.user_deleted(rref, id_)
 
-    async def _on_creation_failed(self, incarnation: int, number: int, oldest: int, items: list[Any]) -> None:
-        caller = _caller()
+    async def _on_creation_failed(self, number: int, oldest: int, items: list[Any]) -> None:
+        caller, window = _caller(), self._window()
         for rref, id_, of_creation, reason in _items(items, 4):
             # A creation that has arrived goes on. One that has not is not taken any more: its number is used now
-            if self._deliveries.is_new(caller.id, incarnation, of_creation, oldest):
+            if window.admit(of_creation, oldest):
                 text = str(reason)[:_LONGEST_REASON]
                 self._context.carry_out(self._forks.creation_abandoned(rref, id_, caller, text))
 
-    async def _on_creation_query(self, incarnation: int, number: int, oldest: int, items: list[int]) -> list[int]:
+    async def _on_creation_query(self, number: int, oldest: int, items: list[int]) -> list[int]:
         """The answer: which values this worker has not asked the caller to create, or does not want any more."""
         under_way = self._forks.creations_under_way(_caller())
         return [rref for rref in items if rref not in under_way]
 
-    async def _on_fork_query(self, incarnation: int, number: int, oldest: int, items: list[int]) -> list[int] | None:
+    async def _on_fork_query(self, number: int, oldest: int, items: list[int]) -> list[int] | None:
         """The answer: which forks are not known here, and never will be. None: ask again later."""
         caller = _caller()
         # what arrived before this message may have to be unpacked yet: it is, in the next turns of the loop

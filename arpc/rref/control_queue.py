@@ -59,9 +59,6 @@ class ControlQueue:
         """The loop will look for dropped handles, and need not be woken for more."""
         self._timer: asyncio.Handle | None = None
         self._sending: set[asyncio.Task[None]] = set()
-        self._numbers: dict[str, Numbers] = {}
-        self._first = 1
-        """Where the numbers for a peer begin: beyond all that were used for one that was forgotten and may return."""
         self._is_closed = False
         self.messages_sent = 0
         self.items_sent = 0
@@ -70,20 +67,6 @@ class ControlQueue:
     def is_idle(self) -> bool:
         """Nothing is on its way to other workers, and no handle that was dropped can cause anything."""
         return not (self._dropped or self._waiting or self._sending)
-
-    def numbers(self, to: str) -> Numbers:
-        """The numbers of messages to a peer. They go on when another worker comes under its name."""
-        numbers = self._numbers.get(to)
-        if numbers is None:
-            numbers = self._numbers[to] = Numbers(self._first)
-        return numbers
-
-    def forget(self, to: str) -> None:
-        """Let go of the numbers for a peer that is gone, unless messages to it are still under way."""
-        numbers = self._numbers.get(to)
-        if numbers is not None and numbers.is_settled:
-            self._first = max(self._first, numbers.oldest)
-            del self._numbers[to]
 
     def drop(self, held: Use | Value) -> None:
         """A handle is gone. Called by the garbage collector: on any thread, between any two instructions."""
@@ -146,7 +129,7 @@ class ControlQueue:
                 task.add_done_callback(self._sending.discard)
 
     async def _send(self, message: type[Message], to: WorkerInfo, items: list[Item]) -> None:
-        numbers, flat = self.numbers(to.name), list(chain.from_iterable(items))
+        numbers, flat = self._context.numbers[to.name], list(chain.from_iterable(items))
         # the others may be handled twice, and numbers that nobody notes would be gaps
         number = numbers.take()[0] if message is RRefForkRequest else 0
         reply: Any = None
@@ -176,7 +159,7 @@ class ControlQueue:
         for attempt in range(self._retries + 1):
             self.messages_sent += 1
             self.items_sent += count
-            arguments = (self._context.incarnation, number, numbers.oldest, flat)
+            arguments = (number, numbers.oldest, flat)
             try:
                 return await self._agent.request(message, address_of(to), arguments, _ATTEMPT * self._backoff_s)
             except CallError:

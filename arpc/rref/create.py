@@ -52,7 +52,7 @@ def start_creation(
     agent, forks, next_number = context.agent, context.forks, context.ids.next_number
     peer = agent.peer(to)
     owner = peer.info if peer is not None and peer.connection is not None else _owner(peer, to)
-    rref, fork, numbers = next_number(), next_number(), context.post.numbers(owner.name)
+    rref, fork, numbers = next_number(), next_number(), context.numbers[owner.name]
     number, oldest = numbers.take()
     made = made or name
     creation = Creation(
@@ -64,7 +64,7 @@ def start_creation(
         False,
         origin=made or function,
         context=context,
-        makes=function if isinstance(function, type) else None,
+        function=function,
         numbers=numbers,
         number=number,
         anchor=anchor,
@@ -74,7 +74,7 @@ def start_creation(
     else:
         creation.value = forks.creation_on_oneself_started(rref)
         creation.value.made = creation.made
-    metadata = {KEY: pack_label(context.incarnation, number, oldest, rref, fork, made)}
+    metadata = {KEY: pack_label(number, oldest, rref, fork, made)}
     is_held = timeout is UNSET
     # by position, which takes less time: type, flags, metadata, is_internal, is_held, is_awaited, called
     call = Call(peer, creation, function, args, kwargs, timeout, _CREATE, 0, metadata, False, is_held, False, name)
@@ -104,8 +104,8 @@ class Creation(Use, kw_only=True):
     """One `remote`: the first user of its RRef, and the recipient of the answer to its call."""
 
     context: RRefContext
-    makes: type | None
-    """The class whose object the value will be, if that is what was called."""
+    function: Callable[..., Any]
+    """What was called."""
     numbers: Numbers
     number: int
     anchor: object

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from contextlib import suppress
-from functools import partial
 from struct import Struct
 from typing import TYPE_CHECKING, Any, Final
 
-from arpc.agent.server.functions import Function, Mode
+from arpc.agent.server.functions import Mode
 from arpc.agent.server.run import Run
 from arpc.errors import ProtocolError, RRefError
 from arpc.ids import GloballyUniqueId
-from arpc.rref.states import RRefId
 from arpc.rref.values import Value
 from arpc.wire.messages import Message, RequestFlag
 
@@ -24,7 +21,7 @@ __all__ = ["KEY", "CreationHandlers", "pack_label", "unpack_label"]
 
 KEY: Final = "rref"
 """The key of a creation's label in its metadata."""
-_LABEL: Final = Struct("<5Q")
+_LABEL: Final = Struct("<4Q")
 _LABEL_BYTES: Final = _LABEL.size
 _VALUE: Final = int(RequestFlag.VALUE)
 _THREAD: Final = Mode.THREAD
@@ -35,16 +32,16 @@ _pack = _LABEL.pack
 _unpack = _LABEL.unpack_from
 
 
-def pack_label(incarnation: int, number: int, oldest: int, rref: int, fork: int, made: str) -> bytes:
+def pack_label(number: int, oldest: int, rref: int, fork: int, made: str) -> bytes:
     """Pack what the owner must know of a creation: its number (see `exactly_once`), the RRef and its first fork.
 
     ``made`` says where the creator's code made the RRef, or what people call the function, if not by its name.
     """
-    label = _pack(incarnation, number, oldest, rref, fork)
+    label = _pack(number, oldest, rref, fork)
     return label + made.encode() if made else label
 
 
-def unpack_label(data: bytes | None) -> tuple[int, int, int, int, int, str]:
+def unpack_label(data: bytes | None) -> tuple[int, int, int, int, str]:
     """Unpack the arguments of `pack_label`. Raises `ProtocolError`."""
     if data is None or len(data) < _LABEL_BYTES:
         raise ProtocolError("a creation without a label")
@@ -78,14 +75,14 @@ class CreationHandlers:
         return self.context.agent.loop
 
     def admit(self, run: Run, message: Message) -> Value | None:
-        """Prepare a creation; None if the request has been answered. Raises `ProtocolError` if it has no label."""
-        incarnation, number, oldest, rref, fork, made = unpack_label(run.meta.pop(KEY, None) if run.meta else None)
-        caller, function = run.inbound.caller, run.function
-        if not self._deliveries.is_new(caller.id, incarnation, number, oldest):
-            dispatcher = self.context.agent.dispatcher
-            run.message = None
-            run.function = Function.of_coroutine(partial(self._created_before, rref), function.name)
-            dispatcher.tasks.start(run)
+        """Prepare a creation; None if there is nothing to run. Raises `ProtocolError` if it has no label."""
+        number, oldest, rref, fork, made = unpack_label(run.meta.pop(KEY, None) if run.meta else None)
+        inbound, function = run.inbound, run.function
+        caller = inbound.caller
+        if not self._deliveries[caller.id, inbound.connection.peer.incarnation].admit(number, oldest):
+            # It came twice, and the first is answered; or it was given up, and nobody waits for an answer
+            if run.handling is not None:
+                self.context.agent.observers.ended(run, 0, None)
             return None
         value = self.forks.creation_arrived(rref, fork, caller)
         if value is None:
@@ -99,15 +96,6 @@ class CreationHandlers:
         if function.mode is _THREAD and self._timer is None:
             self._timer = self.loop.call_later(_LOOK_S, self._look)
         return value
-
-    async def _created_before(self, rref: RRefId) -> None:
-        """Answer a creation that came twice like the first."""
-        value = self.forks.owned.get(rref)
-        if value is None:
-            raise RRefError(f"RRef {_text(rref)} was created before, and is gone")
-        self.look_for(value)
-        with suppress(Exception):
-            await value.get()
 
     def _look(self) -> None:
         self._timer = None

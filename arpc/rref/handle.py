@@ -384,7 +384,10 @@ class RRef(Generic[T_co]):
                 return asked
         if self._value is not None and self._value.content is not NOTHING:
             return type(self._value.content)
-        return self._creation.makes if self._creation is not None else None
+        if self._creation is not None and isinstance(self._creation.function, type):
+            self._type = self._creation.function  # every call of a method asks
+            return self._creation.function
+        return None
 
     def name_of_method(self, name: str) -> str:
         """What people call a method of the value: with the class, if that is known here."""

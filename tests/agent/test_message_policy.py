@@ -156,7 +156,7 @@ def metadata_of(kind, number):
     """What a creation brings along, see `rref.create_on_owner.pack_label`."""
     if kind is not messages.RRefCreate:
         return b""
-    return encode_metadata({KEY: pack_label(1, number, 0, (1 << 48) + number, (1 << 48) + 1000 + number, "")})
+    return encode_metadata({KEY: pack_label(number, 0, (1 << 48) + number, (1 << 48) + 1000 + number, "")})
 
 
 @pytest.mark.parametrize("kind", sorted(REQUESTS, key=lambda kind: kind.type), ids=lambda kind: kind.__name__)

@@ -22,7 +22,7 @@ from arpc.rref.calls import runnable
 from arpc.rref.control_handlers import ControlService
 from arpc.rref.control_queue import ControlQueue, Item
 from arpc.rref.create_on_owner import CreationHandlers
-from arpc.rref.exactly_once import Deliveries, NumbersByPeer
+from arpc.rref.exactly_once import NumbersByPeer, WindowsByPeer
 from arpc.rref.forks import Forks
 from arpc.rref.inquiries import Inquiries
 from arpc.rref.instructions import (
@@ -71,13 +71,13 @@ class Skin(NamedTuple):
 class RRefContext(PeerWatcher):
     """The RRefs of one worker."""
 
-    def __init__(self, options: RpcOptions, context: Context, name: str, incarnation: int) -> None:
+    def __init__(self, options: RpcOptions, context: Context, name: str) -> None:
         self.options = options
         self.info = WorkerInfo(name, UNKNOWN_ID)
         self.forks = Forks(self.info, Use, Value)
         self.numbers = NumbersByPeer()
         """Of the creations and control messages that this worker sends."""
-        self.deliveries = Deliveries()
+        self.windows = WindowsByPeer()
         """Of those that it receives."""
         self.ids = IdAllocator(UNKNOWN_ID)
         self.agent: Agent
@@ -91,7 +91,6 @@ class RRefContext(PeerWatcher):
         """Finds a method that others call by its name; in allow-list mode it refuses most."""
         self.fresh_context = context.copy
         """The worker's own context, for callbacks: a handler may have caused them, whose deadline is not theirs."""
-        self._incarnation = incarnation
         self._answers: dict[ForkId, asyncio.Future[None]] = {}
         """Set when a fork is confirmed, or never will be."""
         self._ends: dict[ForkId, list[asyncio.Future[None]]] = {}
@@ -202,7 +201,7 @@ class RRefContext(PeerWatcher):
 
     def creation_failed_here(self, rref: RRefId, id_: ForkId, number: int, reason: str) -> None:
         """A creation of this worker on itself was given up: it has arrived, or will not be taken any more."""
-        if self.deliveries[self.info.id, self._incarnation].admit(number, self.numbers[self.info.name].oldest):
+        if self.windows[self.info.id].admit(number, self.numbers[self.info.name].oldest):
             self.carry_out(self.forks.creation_abandoned(rref, id_, self.info, reason))
         self.forks.user_deleted(rref, id_)
 
@@ -336,7 +335,7 @@ class RRefContext(PeerWatcher):
         """A worker will not come back, as far as anyone can tell."""
         if self._is_closed:
             return
-        self.deliveries.forget(peer.id)
+        self.windows.pop(peer.id, None)  # what it sent will not come again
         held = len(self.forks.owned)
         self.carry_out(self.forks.peer_lost(peer))
         dropped = held - len(self.forks.owned)

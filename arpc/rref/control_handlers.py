@@ -8,10 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from arpc.agent.scope import current_scope
 from arpc.agent.server.dispatcher import CreationService
-from arpc.agent.server.run import Run
 from arpc.errors import RRefError
 from arpc.ids import GloballyUniqueId, WorkerInfo
-from arpc.rref.exactly_once import Window
 from arpc.wire.messages import (
     Message,
     RRefChildAccept,
@@ -33,14 +31,11 @@ _text = GloballyUniqueId.from_int
 _LONGEST_REASON: Final = 1000
 
 
-def _run() -> Run:
-    run = current_scope.get()
-    assert isinstance(run, Run)  # these are handlers
-    return run
-
-
 def _caller() -> WorkerInfo:
-    return _run().caller
+    scope = current_scope.get()
+    assert scope is not None
+    assert scope.caller is not None  # these are handlers
+    return scope.caller
 
 
 def _items(flat: Sequence[Any], size: int) -> Iterator[tuple[Any, ...]]:
@@ -53,7 +48,7 @@ class ControlService:
 
     def __init__(self, context: RRefContext) -> None:
         self._context = context
-        self._deliveries = context.deliveries
+        self._windows = context.windows
         self._forks = context.forks
         self._creations = context.creations
 
@@ -74,11 +69,6 @@ class ControlService:
         """The service for messages that name a function."""
         return {RRefCreate: self._creations}
 
-    def _window(self) -> Window:
-        """Which messages of the caller have come."""
-        inbound = _run().inbound
-        return self._deliveries[inbound.caller.id, inbound.connection.peer.incarnation]
-
     async def _on_fetch(self, rref: int, is_created: bool) -> Any:
         value = await self._context.value(rref, is_created=is_created)
         held = self._forks.owned.get(rref)
@@ -93,7 +83,7 @@ class ControlService:
     async def _on_fork_request(self, number: int, oldest: int, items: list[int]) -> list[int]:
         """The answer: which forks are not counted, because their value is gone."""
         caller = _caller()
-        if self._window().admit(number, oldest):
+        if self._windows[caller.id].admit(number, oldest):
             for rref, id_, is_created in _items(items, 3):
                 self._context.carry_out(self._forks.fork_requested(rref, id_, caller, bool(is_created)))
         # One that comes again is answered as before: a fork cannot end before this answer
@@ -109,10 +99,10 @@ class ControlService:
             self._forks.user_deleted(rref, id_)
 
     async def _on_creation_failed(self, number: int, oldest: int, items: list[Any]) -> None:
-        caller, window = _caller(), self._window()
+        caller = _caller()
         for rref, id_, of_creation, reason in _items(items, 4):
             # A creation that has arrived goes on. One that has not is not taken any more: its number is used now
-            if window.admit(of_creation, oldest):
+            if self._windows[caller.id].admit(of_creation, oldest):
                 text = str(reason)[:_LONGEST_REASON]
                 self._context.carry_out(self._forks.creation_abandoned(rref, id_, caller, text))
 

@@ -60,7 +60,7 @@ class CreationHandlers:
     def __init__(self, context: RRefContext) -> None:
         self.context = context
         self.forks = context.forks
-        self._deliveries = context.deliveries
+        self._windows = context.windows
         self.answered: deque[tuple[Run, Any]] = deque()
         """Results of creations that threads have answered."""
         self._timer: asyncio.TimerHandle | None = None
@@ -77,9 +77,8 @@ class CreationHandlers:
     def admit(self, run: Run, message: Message) -> Value | None:
         """Prepare a creation; None if there is nothing to run. Raises `ProtocolError` if it has no label."""
         number, oldest, rref, fork, made = unpack_label(run.meta.pop(KEY, None) if run.meta else None)
-        inbound, function = run.inbound, run.function
-        caller = inbound.caller
-        if not self._deliveries[caller.id, inbound.connection.peer.incarnation].admit(number, oldest):
+        caller, function = run.inbound.caller, run.function
+        if not self._windows[caller.id].admit(number, oldest):
             # It came twice, and the first is answered; or it was given up, and nobody waits for an answer
             if run.handling is not None:
                 self.context.agent.observers.ended(run, 0, None)

@@ -12,7 +12,7 @@ from typing import Final
 
 from arpc.ids import WorkerId
 
-__all__ = ["Deliveries", "Numbers", "NumbersByPeer", "Window"]
+__all__ = ["Numbers", "NumbersByPeer", "Window", "WindowsByPeer"]
 
 _FIRST: Final = 1
 
@@ -98,14 +98,9 @@ class NumbersByPeer(dict[str, Numbers]):
             del self[peer]
 
 
-class Deliveries(dict[tuple[WorkerId, int], Window]):
-    """The receiver's side for all peers, by their ids and incarnations."""
+class WindowsByPeer(dict[WorkerId, Window]):
+    """The receiver's side for all peers, by their ids, of which each is given to one worker only."""
 
-    def __missing__(self, sender: tuple[WorkerId, int]) -> Window:
-        window = self[sender] = Window()
+    def __missing__(self, peer: WorkerId) -> Window:
+        window = self[peer] = Window()
         return window
-
-    def forget(self, worker: WorkerId) -> None:
-        """What a lost worker sent will not come again."""
-        for key in [key for key in self if key[0] == worker]:
-            del self[key]

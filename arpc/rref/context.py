@@ -122,8 +122,8 @@ class RRefContext(PeerWatcher):
         """Do what the state machine has said."""
         for instruction in following:
             match instruction:
-                case Send(message, to, item):
-                    self.post.add(message, to, item)
+                case Send():
+                    self.post.add(instruction)
                 case AwaitCreation(rref):
                     self.inquiries.expected(rref)
                 case FailValue(owned, reason):

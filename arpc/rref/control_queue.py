@@ -15,7 +15,7 @@ from arpc.errors import CallError, ShutdownError, UnknownWorkerError
 from arpc.ids import WorkerInfo, address_of
 from arpc.log import get_logger
 from arpc.rref.exactly_once import Numbers
-from arpc.rref.instructions import Instruction
+from arpc.rref.instructions import Instruction, Send
 from arpc.rref.user_ref import Use
 from arpc.rref.values import Value
 from arpc.wire.messages import Message, RRefForkRequest, RRefUserDelete
@@ -106,14 +106,15 @@ class ControlQueue:
                 forks.owner_handle_dropped(held.rref)
         self._context.carry_out(following)
 
-    def add(self, message: type[Message], to: WorkerInfo, item: Item) -> None:
+    def add(self, send: Send) -> None:
         """Send an item with the next message of its kind."""
-        waiting = self._waiting.get((message, to))
+        key = send.message, send.to
+        waiting = self._waiting.get(key)
         if waiting is not None:
-            waiting.append(item)  # it is settled when these are sent
+            waiting.append(send.item)  # it is settled when these are sent
         elif not self._is_closed:
-            self._waiting[message, to] = [item]
-            if message is RRefUserDelete:
+            self._waiting[key] = [send.item]
+            if send.message is RRefUserDelete:
                 self._linger()
             else:
                 self._loop.call_soon(self.send_gathered)

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 from arpc.agent.client.pending_calls import Call
 from arpc.agent.client.sender import as_arguments
 from arpc.agent.peers.peer import Peer
+from arpc.agent.server.functions import name_of
 from arpc.errors import CallCancelledError, RpcTimeoutError, RRefCreationError, SerializationError
 from arpc.ids import UNKNOWN_ID, GloballyUniqueId, WorkerInfo, address_of
 from arpc.options import UNSET, Unset
@@ -51,7 +52,8 @@ def start_creation(
         args = as_arguments(args)
     agent, forks, next_number = context.agent, context.forks, context.ids.next_number
     peer = agent.peer(to)
-    owner = peer.info if peer is not None and peer.connection is not None else _owner(peer, to)
+    connected = peer if peer is not None and peer.connection is not None else None
+    owner = _owner(peer, to) if connected is None else connected.info
     rref, fork, numbers = next_number(), next_number(), context.numbers[owner.name]
     number, oldest = numbers.take()
     made = made or name
@@ -62,7 +64,7 @@ def start_creation(
         context.info,
         _CREATING,
         False,
-        origin=made or function,
+        origin=made,
         context=context,
         function=function,
         numbers=numbers,
@@ -79,9 +81,9 @@ def start_creation(
     # by position, which takes less time: type, flags, metadata, is_internal, is_held, is_awaited, called
     call = Call(peer, creation, function, args, kwargs, timeout, _CREATE, 0, metadata, False, is_held, False, name)
     try:
-        if peer is not None and peer.connection is not None:
+        if connected is not None:
             creation.call_id = agent.caller.sender.send(call)
-            creation.callee = peer
+            creation.callee = connected
         else:
             agent.create(address_of(to) if isinstance(to, WorkerInfo) else to, call)
     except BaseException:
@@ -121,6 +123,10 @@ class Creation(Use, kw_only=True):
     watcher: OwnerFuture | None = None
     callbacks: list[Callable[[Any], object]] | None = None
 
+    @property
+    def made(self) -> str:
+        return self.origin or name_of(self.function)
+
     def take_back(self) -> None:
         """It was never sent: nobody has to hear of it."""
         self.numbers.settle(self.number)
@@ -134,11 +140,9 @@ class Creation(Use, kw_only=True):
 
         It is the value, in a tuple if it is one itself, or `TO_BE_FETCHED`.
         """
-        peer = self.callee
-        call = peer.held(self.call_id) if peer is not None else None
-        if call is None or peer is None:
+        peer, agent = self.callee, self.context.agent
+        if peer is None or (call := peer.held(self.call_id)) is None:
             return None
-        agent = self.context.agent
         if agent.is_intercepted or agent.is_wrapped:
             return None  # interceptors and observers must see a fetch as a call of its own
         call.flags |= _VALUE

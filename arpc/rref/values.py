@@ -41,8 +41,8 @@ class Value(Owned, eq=False):
     """It is a ScriptModule by its type, not only in fact: it is used where it is, and never copied elsewhere."""
     error: BaseException | None = None
     """What is in its place."""
-    handlers: CreationHandlers | None = None
-    """Those of the worker, of a value that a request makes."""
+    handlers: Any = None
+    """The `CreationHandlers` of the worker, of a value that a request makes."""
     is_wanted: bool = False
     """The creator waits for the value: the answer to its request brings it along."""
     _traceback: TracebackType | None = None
@@ -127,8 +127,7 @@ class Value(Owned, eq=False):
         return (result,) if type(result) is tuple else result
 
     def answered(self, run: Run, result: Any) -> None:
-        handlers = self.handlers
-        assert handlers is not None
+        handlers: CreationHandlers = self.handlers
         handlers.answered.append((run, result))
         # Looked at after that: if the loop looks later, it finds the result
         if self.is_awaited or not handlers.will_look:
@@ -142,13 +141,12 @@ class Value(Owned, eq=False):
             self.content = result
             if self._waiters is not None:
                 self._wake()
-        self._ended()
+        self.handlers.forks.creation_ended(self)
 
     def failed(self, error: BaseException) -> None:
         """Keep the error for all users of the value. The creator is told that the function has ended."""
-        assert self.handlers is not None
         self.fail(raisable(error, self.handlers.context.info.name))
-        self._ended()
+        self.handlers.forks.creation_ended(self)
 
     def not_made(self, error: BaseException) -> None:
         """There is no value, and will be none."""
@@ -157,11 +155,7 @@ class Value(Owned, eq=False):
                 f"the creation of RRef {GloballyUniqueId.from_int(self.rref)} was cancelled, or ran past its deadline"
             )
             self.fail(RRefCreationError(text))
-            self._ended()
+            self.handlers.forks.creation_ended(self)
         else:
             # a copy: the error itself is sent to the creator, and refers to frames that refer to the value
             self.failed(fresh(error))
-
-    def _ended(self) -> None:
-        assert self.handlers is not None
-        self.handlers.forks.creation_ended(self)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from arpc.agent.client.pending_calls import Call
@@ -120,7 +121,6 @@ class Creation(Use, kw_only=True):
     error: BaseException | None = None
     waiter: asyncio.Future[Any] | None = None
     """For the answer, which brings the value."""
-    watcher: OwnerFuture | None = None
     callbacks: list[Callable[[Any], object]] | None = None
 
     @property
@@ -155,10 +155,9 @@ class Creation(Use, kw_only=True):
 
         Asked for once, and kept by the handle alone: its error refers to the code that awaits it, and so to the handle.
         """
-        watcher = self.watcher = OwnerFuture(loop=self.context.agent.loop)
+        watcher = OwnerFuture(loop=self.context.agent.loop)
         watcher.on_cancel = self.cancel
-        if self.is_settled:
-            self._tell()
+        self.add_done_callback(partial(_complete, watcher))
         return watcher
 
     # -- as the recipient of a call
@@ -200,7 +199,7 @@ class Creation(Use, kw_only=True):
         else:
             # on oneself: the creation was the worker's own user, and ends
             context.forks.user_deleted(self.rref, self.fork)
-        if self.watcher is not None or self.callbacks is not None:
+        if self.callbacks is not None:
             self._tell()
         waiter, self.waiter = self.waiter, None
         if waiter is not None and not waiter.done():
@@ -256,16 +255,6 @@ class Creation(Use, kw_only=True):
         callbacks, self.callbacks = self.callbacks, None
         for callback in callbacks or ():
             self.context.agent.loop.call_soon(callback, self)
-        watcher, self.watcher = self.watcher, None
-        if watcher is None or watcher.done():
-            return
-        if self.error is None:
-            watcher.set_result(None)
-        elif isinstance(self.error, asyncio.CancelledError):
-            watcher.on_cancel = None
-            watcher.cancel()
-        else:
-            watcher.set_exception(fresh(self.error))
 
     def _failure(self, error: BaseException) -> Exception:
         """What uses of the RRef raise from now on."""
@@ -284,3 +273,16 @@ class Creation(Use, kw_only=True):
             return as_owner_lost(error)
         made.__cause__ = error
         return made
+
+
+def _complete(watcher: OwnerFuture, creation: Creation) -> None:
+    """Let a future end as a creation has ended."""
+    if watcher.done():
+        return
+    if creation.error is None:
+        watcher.set_result(None)
+    elif creation.cancelled():
+        watcher.on_cancel = None
+        watcher.cancel()
+    else:
+        watcher.set_exception(fresh(creation.error))

@@ -272,8 +272,6 @@ class RequestFlag:
     """The caller iterates: answer with items, at first as many as the metadata say, more by `Credit`."""
     VALUE: Final = 4
     """Of an `RRefCreate`: answer with the value, in a tuple if it is one, or with an empty tuple if it stays."""
-    SCALAR: Final = 8
-    """Of an `RRefCreate`: answer with a tuple of the value, if it is one of `pickling.SCALARS`."""
 
 
 class ItemFlag:

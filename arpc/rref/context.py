@@ -19,9 +19,7 @@ from arpc.ids import UNKNOWN_ID, GloballyUniqueId, IdAllocator, WorkerInfo
 from arpc.log import get_logger
 from arpc.options import RpcOptions, Unset
 from arpc.rref.calls import runnable
-from arpc.rref.control_handlers import ControlService
 from arpc.rref.control_queue import ControlQueue, Item
-from arpc.rref.create_on_owner import CreationHandlers
 from arpc.rref.exactly_once import NumbersByPeer, WindowsByPeer
 from arpc.rref.forks import Forks
 from arpc.rref.inquiries import Inquiries
@@ -34,6 +32,7 @@ from arpc.rref.instructions import (
     MarkLost,
     Send,
 )
+from arpc.rref.service import RRefService
 from arpc.rref.states import ForkId, OwnerState, RRefId, UserState
 from arpc.rref.user_ref import Use
 from arpc.rref.values import Value
@@ -99,10 +98,8 @@ class RRefContext(PeerWatcher):
         self.tells_stacks = options.rref_creation_stacks
         self._is_releasing = False
         self._is_closed = False
-        self.creations = CreationHandlers(self)
-        """Handles the creations of others."""
-        self.service = ControlService(self)
-        """Handles all other messages about RRefs."""
+        self.service = RRefService(self)
+        """Handles what others say about RRefs."""
 
     def attach(self, agent: Agent) -> None:
         """The agent that messages go through. It was made with this context's handlers, so it comes later."""
@@ -243,7 +240,7 @@ class RRefContext(PeerWatcher):
         """A value of this worker, once it is there. It may be asked for before its creation has arrived."""
         value = self.forks.owned.get(rref)
         if value is not None:
-            self.creations.look_for(value)
+            self.service.look_for(value)
             if value.is_ready:
                 return value.get_nowait()
         self.carry_out(self.forks.value_awaited(rref, is_created))
@@ -301,7 +298,7 @@ class RRefContext(PeerWatcher):
         """Send nothing any more."""
         self._is_closed = True
         self.inquiries.close()
-        self.creations.close()
+        self.service.close()
         self.post.close()
         for id_ in list(self._ends):
             self._end(id_)

@@ -14,8 +14,8 @@ from arpc.agent.server.functions import name_of
 from arpc.errors import CallCancelledError, RpcTimeoutError, RRefCreationError, SerializationError
 from arpc.ids import UNKNOWN_ID, GloballyUniqueId, WorkerInfo, address_of
 from arpc.options import UNSET, Unset
-from arpc.rref.create_on_owner import KEY, pack_label
 from arpc.rref.exactly_once import Numbers
+from arpc.rref.service import KEY, pack_label
 from arpc.rref.states import UserState
 from arpc.rref.user_ref import OwnerFuture, Use, as_owner_lost
 from arpc.rref.values import Value

@@ -246,7 +246,7 @@ class RRef(Generic[T_co]):
             del future  # whose exception refers to this frame
 
     async def _wait_here(self, value: Value, timeout: float | Unset) -> T_co:
-        self._context.creations.look_for(value)
+        self._context.service.look_for(value)
         if value.is_ready:
             return cast("T_co", value.get_nowait())
         timeout_s = self._context.options.rpc_timeout if isinstance(timeout, Unset) else timeout
@@ -265,7 +265,7 @@ class RRef(Generic[T_co]):
                 f"For {self!r}, can't call local_value() on user {self._context.info}. Call it on owner {self.owner()}"
             )
         self._check("local_value() called")
-        self._context.creations.look_for(self._value)
+        self._context.service.look_for(self._value)
         return cast("T_co", await self._value.get())
 
     async def backward(self, ctx_id: int = -1, retain_graph: bool = False, *, timeout: float | Unset = UNSET) -> None:

@@ -51,7 +51,7 @@ class RRefRow:
 def rref_rows(context: RRefContext) -> list[RRefRow]:
     """Those this worker owns, then those it uses."""
     if get_ident() == context.thread:  # values belong to the loop, and anybody may ask for a report
-        context.creations.keep_answered()
+        context.service.keep_answered()
     now = monotonic()
     of_owner = (
         RRefRow(

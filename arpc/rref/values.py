@@ -18,7 +18,7 @@ from arpc.user_errors import fresh, is_a, traceback_of, type_name_of, with_trace
 
 if TYPE_CHECKING:
     from arpc.agent.server.run import Run
-    from arpc.rref.create_on_owner import CreationHandlers
+    from arpc.rref.service import RRefService
 
 __all__ = ["NOTHING", "Value"]
 
@@ -41,8 +41,8 @@ class Value(Owned, eq=False):
     """It is a ScriptModule by its type, not only in fact: it is used where it is, and never copied elsewhere."""
     error: BaseException | None = None
     """What is in its place."""
-    handlers: Any = None
-    """The `CreationHandlers` of the worker, of a value that a request makes."""
+    service: Any = None
+    """The `RRefService` of the worker, of a value that a request makes."""
     is_wanted: bool = False
     """The creator waits for the value: the answer to its request brings it along."""
     _traceback: TracebackType | None = None
@@ -127,12 +127,12 @@ class Value(Owned, eq=False):
         return (result,) if type(result) is tuple else result
 
     def answered(self, run: Run, result: Any) -> None:
-        handlers: CreationHandlers = self.handlers
-        handlers.answered.append((run, result))
+        service: RRefService = self.service
+        service.answered.append((run, result))
         # Looked at after that: if the loop looks later, it finds the result
-        if self.is_awaited or not handlers.will_look:
+        if self.is_awaited or not service.will_look:
             with suppress(RuntimeError):  # the loop is closed
-                handlers.loop.call_soon_threadsafe(handlers.keep_answered)
+                service.loop.call_soon_threadsafe(service.keep_answered)
 
     def returned(self, run: Run, result: Any) -> None:
         if not self.made:
@@ -141,12 +141,12 @@ class Value(Owned, eq=False):
             self.content = result
             if self._waiters is not None:
                 self._wake()
-        self.handlers.forks.creation_ended(self)
+        self.service.forks.creation_ended(self)
 
     def failed(self, error: BaseException) -> None:
         """Keep the error for all users of the value. The creator is told that the function has ended."""
-        self.fail(raisable(error, self.handlers.context.info.name))
-        self.handlers.forks.creation_ended(self)
+        self.fail(raisable(error, self.service.context.info.name))
+        self.service.forks.creation_ended(self)
 
     def not_made(self, error: BaseException) -> None:
         """There is no value, and will be none."""
@@ -155,7 +155,7 @@ class Value(Owned, eq=False):
                 f"the creation of RRef {GloballyUniqueId.from_int(self.rref)} was cancelled, or ran past its deadline"
             )
             self.fail(RRefCreationError(text))
-            self.handlers.forks.creation_ended(self)
+            self.service.forks.creation_ended(self)
         else:
             # a copy: the error itself is sent to the creator, and refers to frames that refer to the value
             self.failed(fresh(error))

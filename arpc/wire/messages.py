@@ -130,7 +130,7 @@ class MessageType(IntEnum):
     RREF_CREATE = 32
     """Run function ``arg``, as a `Request` does, and keep what it returns under an id that the sender chose.
 
-    The metadata has it, see `rref.create_on_owner.pack_label`.
+    The metadata has it, see `rref.service.pack_label`.
     """
     RREF_FETCH = 33
     """Send the value of an RRef, once it is there."""

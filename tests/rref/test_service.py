@@ -13,7 +13,7 @@ import torch
 import arpc
 from arpc.agent.client.pending_calls import Call
 from arpc.errors import ProtocolError
-from arpc.rref.create_on_owner import KEY, pack_label, unpack_label
+from arpc.rref.service import KEY, pack_label, unpack_label
 from arpc.rref.states import OwnerState
 from arpc.testing import Cluster
 from arpc.transport.sockets import UnixTransport
@@ -230,7 +230,7 @@ async def test_calls_that_wait_for_a_value_of_a_thread_go_on_when_it_ends(pair, 
     early = [rref.rpc_async().add(1), asyncio.ensure_future(rref.to_here(timeout=20))]
     await until(lambda: any(value.is_awaited for value in pair[1].rref_context.forks.owned.values()))
     if is_late:
-        await until(lambda: not pair[1].rref_context.creations.will_look)
+        await until(lambda: not pair[1].rref_context.service.will_look)
     objects.gate.set()
     assert await early[0] == 2
     assert (await early[1]).total in {1, 2}
@@ -251,7 +251,7 @@ async def test_a_creation_that_was_cancelled_in_its_thread_has_no_value(pair):
 
 @pytest.mark.parametrize("use", [objects.total_here, objects.local_total])
 async def test_a_handle_on_the_owner_has_the_value_of_a_thread_before_the_loop_looks(pair, use):
-    creations = pair[1].rref_context.creations
+    creations = pair[1].rref_context.service
     creations._look = lambda: None  # when its time has come, nothing happens
     rref = arpc.remote("worker1", Counter, (4,))
     await rref._get_future()
@@ -263,7 +263,7 @@ async def test_a_handle_on_the_owner_has_the_value_of_a_thread_before_the_loop_l
 async def test_a_value_is_said_to_be_awaited_before_the_loop_looks_for_it(pair, monkeypatch):
     """So a thread that ends right after the look wakes the loop."""
     objects.gate.clear()
-    creations = pair[1].rref_context.creations
+    creations = pair[1].rref_context.service
     creations._look = lambda: None
     rref = arpc.remote("worker1", objects.make_at_the_gate, (1,))
     await until(lambda: len(pair[1].rrefs()) == 1)
@@ -283,7 +283,7 @@ async def test_a_value_is_said_to_be_awaited_before_the_loop_looks_for_it(pair, 
 
 
 async def test_a_report_that_a_thread_asks_for_leaves_values_to_the_loop(pair):
-    creations = pair[1].rref_context.creations
+    creations = pair[1].rref_context.service
     creations._look = lambda: None
     rref = arpc.remote("worker1", Counter, (4,))
     await rref._get_future()

@@ -43,7 +43,6 @@ from arpc.rref.context import RRefContext
 from arpc.rref.handle import RRef, create_remote
 from arpc.rref.report import (
     RRefRow,
-    find_held,
     find_survivors,
     report_leaks,
     report_survivors,
@@ -530,7 +529,6 @@ class Worker:
                 )
             # before anyone lets go: the last to hear that all agree would find nothing
             survivors = find_survivors(self.rref_context)
-            held = find_held(self.rref_context)
             if self.rendezvous.is_elastic:
                 break  # there is no fixed set of workers to wait for
             asked, answered = self.metrics.traffic  # those who look may go on looking
@@ -542,7 +540,7 @@ class Worker:
             before = now
             number += 1
         report_survivors(self.rref_context, survivors)
-        self.surviving_rrefs = held
+        self.surviving_rrefs = tuple(row for row in survivors if row.role == "owner")
         await self._release_rrefs(deadline)
 
     async def _release_rrefs(self, deadline: float | None) -> None:

@@ -129,7 +129,7 @@ async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out 
     known = (FEATURE,) if worker.arena is not None else ()
     identity = Identity(name, 0, secrets.randbits(63), main_fingerprint(), known)
     policy: Policy = UNRESTRICTED if options.allow is None else AllowList(name, options.roles)
-    rrefs = worker.rref_context = RRefContext(options, context, name, identity.incarnation)
+    rrefs = worker.rref_context = RRefContext(options, context, name)
     rrefs.skin = skin
     rrefs.get_method = policy.get_method
     reducers: dict[type, Reducer] = {**kinds.REDUCERS, RRef: partial(reduce_rref, rrefs)}

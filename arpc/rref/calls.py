@@ -93,13 +93,7 @@ def call_method(rref: int, is_created: bool, name: str, /, *args: Any, **kwargs:
     value = held.content
     function, arguments = runnable(context.get_method(value, name), args)
     is_queued = takes_turns(type(value), name)
-    if (
-        function.mode is not Mode.COROUTINE
-        or is_queued
-        or function.returns_future
-        or function.results.are_large
-        or run.handling is not None
-    ):
+    if not function.is_final or is_queued or function.results.are_large or run.handling is not None:
         return _hand_over(context, value if is_queued else None, function, arguments, kwargs)
     if run.creation is None:  # whose results stay here
         run.results = function.results

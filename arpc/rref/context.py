@@ -19,10 +19,8 @@ from arpc.ids import UNKNOWN_ID, GloballyUniqueId, IdAllocator, WorkerInfo
 from arpc.log import get_logger
 from arpc.options import RpcOptions, Unset
 from arpc.rref.calls import runnable
-from arpc.rref.control_handlers import ControlService
 from arpc.rref.control_queue import ControlQueue, Item
-from arpc.rref.create_on_owner import CreationHandlers
-from arpc.rref.exactly_once import Deliveries
+from arpc.rref.exactly_once import NumbersByPeer, WindowsByPeer
 from arpc.rref.forks import Forks
 from arpc.rref.inquiries import Inquiries
 from arpc.rref.instructions import (
@@ -34,6 +32,7 @@ from arpc.rref.instructions import (
     MarkLost,
     Send,
 )
+from arpc.rref.service import RRefService
 from arpc.rref.states import ForkId, OwnerState, RRefId, UserState
 from arpc.rref.user_ref import Use
 from arpc.rref.values import Value
@@ -71,11 +70,14 @@ class Skin(NamedTuple):
 class RRefContext(PeerWatcher):
     """The RRefs of one worker."""
 
-    def __init__(self, options: RpcOptions, context: Context, name: str, incarnation: int) -> None:
+    def __init__(self, options: RpcOptions, context: Context, name: str) -> None:
         self.options = options
         self.info = WorkerInfo(name, UNKNOWN_ID)
         self.forks = Forks(self.info, Use, Value)
-        self.deliveries = Deliveries()
+        self.numbers = NumbersByPeer()
+        """Of the creations and control messages that this worker sends."""
+        self.windows = WindowsByPeer()
+        """Of those that it receives."""
         self.ids = IdAllocator(UNKNOWN_ID)
         self.agent: Agent
         self.post: ControlQueue
@@ -88,7 +90,6 @@ class RRefContext(PeerWatcher):
         """Finds a method that others call by its name; in allow-list mode it refuses most."""
         self.fresh_context = context.copy
         """The worker's own context, for callbacks: a handler may have caused them, whose deadline is not theirs."""
-        self.incarnation = incarnation
         self._answers: dict[ForkId, asyncio.Future[None]] = {}
         """Set when a fork is confirmed, or never will be."""
         self._ends: dict[ForkId, list[asyncio.Future[None]]] = {}
@@ -97,10 +98,8 @@ class RRefContext(PeerWatcher):
         self.tells_stacks = options.rref_creation_stacks
         self._is_releasing = False
         self._is_closed = False
-        self.creations = CreationHandlers(self)
-        """Handles the creations of others."""
-        self.service = ControlService(self)
-        """Handles all other messages about RRefs."""
+        self.service = RRefService(self)
+        """Handles what others say about RRefs."""
 
     def attach(self, agent: Agent) -> None:
         """The agent that messages go through. It was made with this context's handlers, so it comes later."""
@@ -120,8 +119,8 @@ class RRefContext(PeerWatcher):
         """Do what the state machine has said."""
         for instruction in following:
             match instruction:
-                case Send(message, to, item):
-                    self.post.add(message, to, item)
+                case Send():
+                    self.post.add(instruction)
                 case AwaitCreation(rref):
                     self.inquiries.expected(rref)
                 case FailValue(owned, reason):
@@ -180,7 +179,7 @@ class RRefContext(PeerWatcher):
             self.inquiries.creations_answered(items, reply)
         if message is RRefCreationFailed:
             for *_, number, _ in items:
-                self.post.numbers(to.name).settle(number)
+                self.numbers[to.name].settle(number)
         elif message is RRefUserDelete and self._ends:
             for _, id_ in items:
                 self._end(id_)
@@ -199,7 +198,7 @@ class RRefContext(PeerWatcher):
 
     def creation_failed_here(self, rref: RRefId, id_: ForkId, number: int, reason: str) -> None:
         """A creation of this worker on itself was given up: it has arrived, or will not be taken any more."""
-        if self.deliveries.is_new(self.info.id, self.incarnation, number, self.post.numbers(self.info.name).oldest):
+        if self.windows[self.info.id].admit(number, self.numbers[self.info.name].oldest):
             self.carry_out(self.forks.creation_abandoned(rref, id_, self.info, reason))
         self.forks.user_deleted(rref, id_)
 
@@ -218,7 +217,7 @@ class RRefContext(PeerWatcher):
             return gone
         use = self.forks.users.get(id_)
         if use is None:
-            use = Use(rref, id_, owner, parent, UserState.LOST, is_created)
+            use = Use(rref, id_, owner, parent, UserState.LOST, is_created, handles=0)
             use.failure = RRefError(f"{use} came too late: worker {parent.name!r}, which sent it, had given it up")
             return use
         use.origin = f"received from worker {parent.name}"
@@ -241,7 +240,7 @@ class RRefContext(PeerWatcher):
         """A value of this worker, once it is there. It may be asked for before its creation has arrived."""
         value = self.forks.owned.get(rref)
         if value is not None:
-            self.creations.look_for(value)
+            self.service.look_for(value)
             if value.is_ready:
                 return value.get_nowait()
         self.carry_out(self.forks.value_awaited(rref, is_created))
@@ -271,7 +270,7 @@ class RRefContext(PeerWatcher):
             return
         waiter = self.agent.loop.create_future()
         self._ends.setdefault(id_, []).append(waiter)
-        self.carry_out(self.forks.handle_dropped(id_))
+        self.carry_out(self.forks.handle_dropped(use))
         self.post.send_gathered()
         if not use.handles:
             await waiter
@@ -284,7 +283,7 @@ class RRefContext(PeerWatcher):
             if use.failure is None:
                 use.failure = RRefError(f"{use} was released: worker {self.info.name!r} has shut down")
             while use.handles:
-                self.carry_out(self.forks.handle_dropped(use.fork))
+                self.carry_out(self.forks.handle_dropped(use))
         for id_ in list(self.forks.offers):
             self.inquiries.ask_about_offer(id_)
         end = None if timeout_s is None else self.agent.loop.time() + timeout_s
@@ -299,7 +298,7 @@ class RRefContext(PeerWatcher):
         """Send nothing any more."""
         self._is_closed = True
         self.inquiries.close()
-        self.creations.close()
+        self.service.close()
         self.post.close()
         for id_ in list(self._ends):
             self._end(id_)
@@ -326,14 +325,14 @@ class RRefContext(PeerWatcher):
             self._forget_peer(peer)
 
     def peer_forgotten(self, peer: WorkerInfo) -> None:
-        self.post.forget(peer.name)
+        self.numbers.forget(peer.name)
         self.forks.forget(peer)
 
     def _forget_peer(self, peer: WorkerInfo) -> None:
         """A worker will not come back, as far as anyone can tell."""
         if self._is_closed:
             return
-        self.deliveries.forget(peer.id)
+        self.windows.pop(peer.id, None)  # what it sent will not come again
         held = len(self.forks.owned)
         self.carry_out(self.forks.peer_lost(peer))
         dropped = held - len(self.forks.owned)

@@ -15,7 +15,7 @@ from arpc.errors import CallError, ShutdownError, UnknownWorkerError
 from arpc.ids import WorkerInfo, address_of
 from arpc.log import get_logger
 from arpc.rref.exactly_once import Numbers
-from arpc.rref.instructions import Instruction
+from arpc.rref.instructions import Instruction, Send
 from arpc.rref.user_ref import Use
 from arpc.rref.values import Value
 from arpc.wire.messages import Message, RRefForkRequest, RRefUserDelete
@@ -59,9 +59,6 @@ class ControlQueue:
         """The loop will look for dropped handles, and need not be woken for more."""
         self._timer: asyncio.Handle | None = None
         self._sending: set[asyncio.Task[None]] = set()
-        self._numbers: dict[str, Numbers] = {}
-        self._first = 1
-        """Where the numbers for a peer begin: beyond all that were used for one that was forgotten and may return."""
         self._is_closed = False
         self.messages_sent = 0
         self.items_sent = 0
@@ -70,20 +67,6 @@ class ControlQueue:
     def is_idle(self) -> bool:
         """Nothing is on its way to other workers, and no handle that was dropped can cause anything."""
         return not (self._dropped or self._waiting or self._sending)
-
-    def numbers(self, to: str) -> Numbers:
-        """The numbers of messages to a peer. They go on when another worker comes under its name."""
-        numbers = self._numbers.get(to)
-        if numbers is None:
-            numbers = self._numbers[to] = Numbers(self._first)
-        return numbers
-
-    def forget(self, to: str) -> None:
-        """Let go of the numbers for a peer that is gone, unless messages to it are still under way."""
-        numbers = self._numbers.get(to)
-        if numbers is not None and numbers.is_settled:
-            self._first = max(self._first, numbers.oldest)
-            del self._numbers[to]
 
     def drop(self, held: Use | Value) -> None:
         """A handle is gone. Called by the garbage collector: on any thread, between any two instructions."""
@@ -118,19 +101,20 @@ class ControlQueue:
         for _ in range(len(dropped) if at_most is None else min(at_most, len(dropped))):
             held = dropped.popleft()
             if isinstance(held, Use):
-                following += forks.handle_dropped(held.fork)
+                following += forks.handle_dropped(held)
             else:
                 forks.owner_handle_dropped(held.rref)
         self._context.carry_out(following)
 
-    def add(self, message: type[Message], to: WorkerInfo, item: Item) -> None:
+    def add(self, send: Send) -> None:
         """Send an item with the next message of its kind."""
-        waiting = self._waiting.get((message, to))
+        key = send.message, send.to
+        waiting = self._waiting.get(key)
         if waiting is not None:
-            waiting.append(item)  # it is settled when these are sent
+            waiting.append(send.item)  # it is settled when these are sent
         elif not self._is_closed:
-            self._waiting[message, to] = [item]
-            if message is RRefUserDelete:
+            self._waiting[key] = [send.item]
+            if send.message is RRefUserDelete:
                 self._linger()
             else:
                 self._loop.call_soon(self.send_gathered)
@@ -146,7 +130,7 @@ class ControlQueue:
                 task.add_done_callback(self._sending.discard)
 
     async def _send(self, message: type[Message], to: WorkerInfo, items: list[Item]) -> None:
-        numbers, flat = self.numbers(to.name), list(chain.from_iterable(items))
+        numbers, flat = self._context.numbers[to.name], list(chain.from_iterable(items))
         # the others may be handled twice, and numbers that nobody notes would be gaps
         number = numbers.take()[0] if message is RRefForkRequest else 0
         reply: Any = None
@@ -176,7 +160,7 @@ class ControlQueue:
         for attempt in range(self._retries + 1):
             self.messages_sent += 1
             self.items_sent += count
-            arguments = (self._context.incarnation, number, numbers.oldest, flat)
+            arguments = (number, numbers.oldest, flat)
             try:
                 return await self._agent.request(message, address_of(to), arguments, _ATTEMPT * self._backoff_s)
             except CallError:

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from arpc.agent.client.pending_calls import Call
 from arpc.agent.client.sender import as_arguments
 from arpc.agent.peers.peer import Peer
+from arpc.agent.server.functions import name_of
 from arpc.errors import CallCancelledError, RpcTimeoutError, RRefCreationError, SerializationError
 from arpc.ids import UNKNOWN_ID, GloballyUniqueId, WorkerInfo, address_of
 from arpc.options import UNSET, Unset
-from arpc.rref.create_on_owner import KEY, pack_label
 from arpc.rref.exactly_once import Numbers
+from arpc.rref.service import KEY, pack_label
 from arpc.rref.states import UserState
 from arpc.rref.user_ref import OwnerFuture, Use, as_owner_lost
 from arpc.rref.values import Value
@@ -51,8 +53,9 @@ def start_creation(
         args = as_arguments(args)
     agent, forks, next_number = context.agent, context.forks, context.ids.next_number
     peer = agent.peer(to)
-    owner = peer.info if peer is not None and peer.connection is not None else _owner(peer, to)
-    rref, fork, numbers = next_number(), next_number(), context.post.numbers(owner.name)
+    connected = peer if peer is not None and peer.connection is not None else None
+    owner = _owner(peer, to) if connected is None else connected.info
+    rref, fork, numbers = next_number(), next_number(), context.numbers[owner.name]
     number, oldest = numbers.take()
     made = made or name
     creation = Creation(
@@ -62,9 +65,9 @@ def start_creation(
         context.info,
         _CREATING,
         False,
-        origin=made or function,
+        origin=made,
         context=context,
-        makes=function if isinstance(function, type) else None,
+        function=function,
         numbers=numbers,
         number=number,
         anchor=anchor,
@@ -74,14 +77,14 @@ def start_creation(
     else:
         creation.value = forks.creation_on_oneself_started(rref)
         creation.value.made = creation.made
-    metadata = {KEY: pack_label(context.incarnation, number, oldest, rref, fork, made)}
+    metadata = {KEY: pack_label(number, oldest, rref, fork, made)}
     is_held = timeout is UNSET
     # by position, which takes less time: type, flags, metadata, is_internal, is_held, is_awaited, called
     call = Call(peer, creation, function, args, kwargs, timeout, _CREATE, 0, metadata, False, is_held, False, name)
     try:
-        if peer is not None and peer.connection is not None:
+        if connected is not None:
             creation.call_id = agent.caller.sender.send(call)
-            creation.callee = peer
+            creation.callee = connected
         else:
             agent.create(address_of(to) if isinstance(to, WorkerInfo) else to, call)
     except BaseException:
@@ -104,8 +107,8 @@ class Creation(Use, kw_only=True):
     """One `remote`: the first user of its RRef, and the recipient of the answer to its call."""
 
     context: RRefContext
-    makes: type | None
-    """The class whose object the value will be, if that is what was called."""
+    function: Callable[..., Any]
+    """What was called."""
     numbers: Numbers
     number: int
     anchor: object
@@ -116,10 +119,13 @@ class Creation(Use, kw_only=True):
     on_cancel: Callable[[], None] | None = None
     is_settled: bool = False
     error: BaseException | None = None
-    waiter: asyncio.Future[tuple[Any, ...]] | None = None
-    """For the value, which comes with the answer."""
-    watcher: OwnerFuture | None = None
+    waiter: asyncio.Future[Any] | None = None
+    """For the answer, which brings the value."""
     callbacks: list[Callable[[Any], object]] | None = None
+
+    @property
+    def made(self) -> str:
+        return self.origin or name_of(self.function)
 
     def take_back(self) -> None:
         """It was never sent: nobody has to hear of it."""
@@ -129,21 +135,18 @@ class Creation(Use, kw_only=True):
         else:
             self.context.forks.owner_handle_dropped(self.rref)
 
-    def fetch_along(self) -> asyncio.Future[tuple[Any, ...]] | None:
-        """Let the answer bring the value, too, if the creation has not left yet: what is awaited is a tuple of it.
+    def fetch_along(self) -> asyncio.Future[Any] | None:
+        """Let the answer bring the value, too, if the creation has not left yet. What is awaited is the answer.
 
-        If that is empty, the value has to be asked for.
+        It is the value, in a tuple if it is one itself, or `TO_BE_FETCHED`.
         """
-        peer = self.callee
-        call = peer.held(self.call_id) if peer is not None else None
-        if call is None or peer is None:
+        peer, agent = self.callee, self.context.agent
+        if peer is None or (call := peer.held(self.call_id)) is None:
             return None
-        agent = self.context.agent
         if agent.is_intercepted or agent.is_wrapped:
             return None  # interceptors and observers must see a fetch as a call of its own
         call.flags |= _VALUE
-        waiter: asyncio.Future[tuple[Any, ...]] = agent.caller.make_waiter()
-        self.waiter = waiter
+        waiter = self.waiter = agent.caller.make_waiter()
         peer.drain()
         return waiter
 
@@ -152,10 +155,9 @@ class Creation(Use, kw_only=True):
 
         Asked for once, and kept by the handle alone: its error refers to the code that awaits it, and so to the handle.
         """
-        watcher = self.watcher = OwnerFuture(loop=self.context.agent.loop)
+        watcher = OwnerFuture(loop=self.context.agent.loop)
         watcher.on_cancel = self.cancel
-        if self.is_settled:
-            self._tell()
+        self.add_done_callback(partial(_complete, watcher))
         return watcher
 
     # -- as the recipient of a call
@@ -185,24 +187,23 @@ class Creation(Use, kw_only=True):
         return True
 
     def set_result(self, answer: Any) -> None:
-        """The owner has answered, with a tuple of the value or without."""
+        """The owner has answered, with the value or without."""
         self.is_settled = True
         self.anchor = self.fetches = None
         self.numbers.settle(self.number)
         context = self.context
         if self.value is None:
-            following = context.forks.creation_confirmed(self.owner, self.rref, self.fork)
+            following = context.forks.creation_confirmed(self)
             if following:
                 context.carry_out(following)
         else:
             # on oneself: the creation was the worker's own user, and ends
             context.forks.user_deleted(self.rref, self.fork)
-        if self.watcher is not None or self.callbacks is not None:
+        if self.callbacks is not None:
             self._tell()
         waiter, self.waiter = self.waiter, None
         if waiter is not None and not waiter.done():
-            # without the value it is None, and anything else makes no sense
-            waiter.set_result(answer if answer.__class__ is tuple else ())
+            waiter.set_result(answer)
 
     def set_exception(self, error: Exception) -> None:
         """It is not known what has become of it, or it was refused."""
@@ -243,7 +244,7 @@ class Creation(Use, kw_only=True):
                 self.fail(failure)
             # The owner is told, and must be able to tell by the number whether the creation has arrived there: until it
             # has answered the number is in use
-            following = context.forks.creation_failed(self.fork, self.number, text_of(failure))
+            following = context.forks.creation_failed(self, self.number, text_of(failure))
             context.carry_out(following)
             if not following:
                 self.numbers.settle(self.number)
@@ -254,16 +255,6 @@ class Creation(Use, kw_only=True):
         callbacks, self.callbacks = self.callbacks, None
         for callback in callbacks or ():
             self.context.agent.loop.call_soon(callback, self)
-        watcher, self.watcher = self.watcher, None
-        if watcher is None or watcher.done():
-            return
-        if self.error is None:
-            watcher.set_result(None)
-        elif isinstance(self.error, asyncio.CancelledError):
-            watcher.on_cancel = None
-            watcher.cancel()
-        else:
-            watcher.set_exception(fresh(self.error))
 
     def _failure(self, error: BaseException) -> Exception:
         """What uses of the RRef raise from now on."""
@@ -282,3 +273,16 @@ class Creation(Use, kw_only=True):
             return as_owner_lost(error)
         made.__cause__ = error
         return made
+
+
+def _complete(watcher: OwnerFuture, creation: Creation) -> None:
+    """Let a future end as a creation has ended."""
+    if watcher.done():
+        return
+    if creation.error is None:
+        watcher.set_result(None)
+    elif creation.cancelled():
+        watcher.on_cancel = None
+        watcher.cancel()
+    else:
+        watcher.set_exception(fresh(creation.error))

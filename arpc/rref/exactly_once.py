@@ -12,7 +12,7 @@ from typing import Final
 
 from arpc.ids import WorkerId
 
-__all__ = ["Deliveries", "Numbers", "Window"]
+__all__ = ["Numbers", "NumbersByPeer", "Window", "WindowsByPeer"]
 
 _FIRST: Final = 1
 
@@ -79,21 +79,28 @@ class Window:
         return len(self._above)
 
 
-class Deliveries:
-    """Which of the numbered messages of all workers have come to this one."""
+class NumbersByPeer(dict[str, Numbers]):
+    """The sender's side for all peers, by name. Numbers go on when another worker comes under a name."""
 
     def __init__(self) -> None:
-        self.windows: dict[tuple[WorkerId, int], Window] = {}
-        """By the worker and its incarnation."""
+        self._first = _FIRST
+        """Where the numbers for a peer begin: beyond all that were used for one that was forgotten and may return."""
 
-    def is_new(self, caller: WorkerId, incarnation: int, number: int, oldest: int) -> bool:
-        """Whether a numbered message comes for the first time."""
-        window = self.windows.get((caller, incarnation))
-        if window is None:
-            window = self.windows[caller, incarnation] = Window()
-        return window.admit(number, oldest)
+    def __missing__(self, peer: str) -> Numbers:
+        numbers = self[peer] = Numbers(self._first)
+        return numbers
 
-    def forget(self, worker: WorkerId) -> None:
-        """What a lost worker sent will not come again."""
-        for key in [key for key in self.windows if key[0] == worker]:
-            del self.windows[key]
+    def forget(self, peer: str) -> None:
+        """Let go of the numbers for a peer that is gone, unless messages to it are still under way."""
+        numbers = self.get(peer)
+        if numbers is not None and numbers.is_settled:
+            self._first = max(self._first, numbers.oldest)
+            del self[peer]
+
+
+class WindowsByPeer(dict[WorkerId, Window]):
+    """The receiver's side for all peers, by their ids, of which each is given to one worker only."""
+
+    def __missing__(self, peer: WorkerId) -> Window:
+        window = self[peer] = Window()
+        return window

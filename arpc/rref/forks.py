@@ -145,28 +145,26 @@ class Forks(Generic[U, V]):
         """`remote` was called here: another worker will be asked to create the value."""
         self.users[user.fork] = user
 
-    def creation_confirmed(self, owner: WorkerInfo, rref: RRefId, fork: ForkId) -> _Instructions:
+    def creation_confirmed(self, user: U) -> _Instructions:
         """The owner has run the creation, and counts its fork."""
-        user = self.users.get(fork)
-        if user is None or user.state is not _CREATING:
-            return self._counted(owner, rref, fork)
+        if user.state is not _CREATING:
+            return self._counted(user.owner, user.rref, user.fork)
         user.state = _CONFIRMED
         user.is_created = True
         return _NOTHING if user.handles else self._end_if_unused(user)
 
-    def creation_failed(self, fork: ForkId, number: int, reason: str) -> _Instructions:
+    def creation_failed(self, user: U, number: int, reason: str) -> _Instructions:
         """The creation was given up here. The owner may have run it, or may still receive it.
 
         ``number`` is that of the creation, see `exactly_once`: the owner handles the creation or the news of its
         failure, never both.
         """
-        user = self.users.get(fork)
-        if user is None or user.state is not _CREATING:
+        if user.state is not _CREATING:
             return _NOTHING
         user.state = UserState.FAILING
         # At once, and not when the last handle is dropped: others may wait for the value. The fork ends only after the
         # answer, or its end could overtake the news, which counts it.
-        return (Send(RRefCreationFailed, user.owner, (user.rref, fork, number, reason)),)
+        return (Send(RRefCreationFailed, user.owner, (user.rref, user.fork, number, reason)),)
 
     def failure_acknowledged(self, owner: WorkerInfo, rref: RRefId, fork: ForkId) -> _Instructions:
         """The owner knows that the creation was given up, and counts its fork."""
@@ -216,11 +214,10 @@ class Forks(Generic[U, V]):
         if self._is_given_up(fork):
             self._remember_ghost(owner, rref, fork)
 
-    def handle_dropped(self, fork: ForkId) -> _Instructions:
+    def handle_dropped(self, user: U) -> _Instructions:
         """A user's handle was dropped or released."""
-        user = self.users.get(fork)
-        if user is None or not user.handles:
-            return _NOTHING
+        if not user.handles:
+            return _NOTHING  # all were released before
         user.handles -= 1
         return self._end_if_unused(user)
 
@@ -283,7 +280,7 @@ class Forks(Generic[U, V]):
         if offer is None:
             return _NOTHING
         if offer.parent is None:
-            self._forget_fork(offer.rref, fork)
+            self.user_deleted(offer.rref, fork)
             return _NOTHING
         user = self.users[offer.parent]
         user.children -= 1
@@ -315,10 +312,9 @@ class Forks(Generic[U, V]):
         owned.holds += 1
         return owned
 
-    def creation_ended(self, rref: RRefId) -> None:
+    def creation_ended(self, owned: V) -> None:
         """The value, or the error in its place, is there."""
-        owned = self.owned.get(rref)
-        if owned is not None and owned.state is _BEING_CREATED:
+        if owned.state is _BEING_CREATED:
             owned.state = _READY
             owned.holds -= 1
             if not owned.forks:
@@ -358,7 +354,10 @@ class Forks(Generic[U, V]):
         """A user has ended."""
         if self.offers:
             self.offers.pop(fork, None)
-        self._forget_fork(rref, fork)
+        owned = self.owned.get(rref)
+        if owned is not None:
+            owned.forks.pop(fork, None)
+            self._drop_if_unused(owned)
 
     def value_awaited(self, rref: RRefId, is_created: bool) -> _Instructions:
         """Something here wants a value that may not have been created yet; it holds it until `owner_handle_dropped`."""
@@ -390,16 +389,11 @@ class Forks(Generic[U, V]):
         owned = self.owned[rref] = self._make_owned(rref, _EXPECTED)
         return owned, (AwaitCreation(rref),)
 
-    def _forget_fork(self, rref: RRefId, fork: ForkId) -> None:
-        owned = self.owned.get(rref)
-        if owned is not None:
-            owned.forks.pop(fork, None)
-            self._drop_if_unused(owned)
-
     def _drop_if_unused(self, owned: V) -> None:
         if not (owned.forks or owned.holds):
             del self.owned[owned.rref]
-            owned.dropped()
+            if owned.state is not _READY:
+                owned.dropped()
 
     # -- events: workers that are lost, and come back
 

@@ -220,8 +220,12 @@ class RRef(Generic[T_co]):
                     raise
                 finally:
                     del waiter  # whose exception refers to this frame
+                value: T_co
+                if type(answer) is not tuple:
+                    value = answer
+                    return value
                 if answer:
-                    value: T_co = answer[0]
+                    value = answer[0]
                     return value
         context = self._context
         future, is_created = self.owner_future(FetchFuture), use.is_created
@@ -242,7 +246,7 @@ class RRef(Generic[T_co]):
             del future  # whose exception refers to this frame
 
     async def _wait_here(self, value: Value, timeout: float | Unset) -> T_co:
-        self._context.creations.look_for(value)
+        self._context.service.look_for(value)
         if value.is_ready:
             return cast("T_co", value.get_nowait())
         timeout_s = self._context.options.rpc_timeout if isinstance(timeout, Unset) else timeout
@@ -261,7 +265,7 @@ class RRef(Generic[T_co]):
                 f"For {self!r}, can't call local_value() on user {self._context.info}. Call it on owner {self.owner()}"
             )
         self._check("local_value() called")
-        self._context.creations.look_for(self._value)
+        self._context.service.look_for(self._value)
         return cast("T_co", await self._value.get())
 
     async def backward(self, ctx_id: int = -1, retain_graph: bool = False, *, timeout: float | Unset = UNSET) -> None:
@@ -380,7 +384,10 @@ class RRef(Generic[T_co]):
                 return asked
         if self._value is not None and self._value.content is not NOTHING:
             return type(self._value.content)
-        return self._creation.makes if self._creation is not None else None
+        if self._creation is not None and isinstance(self._creation.function, type):
+            self._type = self._creation.function  # every call of a method asks
+            return self._creation.function
+        return None
 
     def name_of_method(self, name: str) -> str:
         """What people call a method of the value: with the class, if that is known here."""

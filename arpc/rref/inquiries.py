@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Final
 
 from arpc.ids import WorkerInfo, creator_of
 from arpc.rref.control_queue import Item
+from arpc.rref.instructions import Send
 from arpc.rref.states import ForkId, RRefId
 from arpc.wire.messages import RRefCreationQuery, RRefForkQuery
 
@@ -80,7 +81,7 @@ class Inquiries:
         if peer is not None and (peer.backlog or (connection is not None and connection.unsent_bytes)):
             self.offered(fork)  # it may not have left yet
         else:
-            self._context.post.add(RRefForkQuery, offer.to, (fork,))
+            self._context.post.add(Send(RRefForkQuery, offer.to, (fork,)))
 
     def offers_answered(self, items: Sequence[Item], unknown: Sequence[ForkId] | None) -> None:
         """A worker has said which of the forks it was asked about are unknown to it; None: ask again later."""
@@ -97,7 +98,7 @@ class Inquiries:
         if self._forks.is_expected(rref):
             peer = self._agent.peer(creator_of(rref))
             creator = peer.info if peer is not None else WorkerInfo("", creator_of(rref))
-            self._context.post.add(RRefCreationQuery, creator, (rref,))
+            self._context.post.add(Send(RRefCreationQuery, creator, (rref,)))
 
     def creations_answered(self, items: Sequence[Item], denied: Sequence[RRefId]) -> None:
         """A creator has said which of the values it was asked about it does not create."""

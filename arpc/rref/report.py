@@ -14,7 +14,7 @@ from arpc.log import get_logger
 from arpc.rref.context import RRefContext
 from arpc.rref.states import UNANSWERED, UserState
 
-__all__ = ["RRefRow", "find_held", "find_survivors", "report_leaks", "report_survivors", "rref_rows", "rref_statistics"]
+__all__ = ["RRefRow", "find_survivors", "report_leaks", "report_survivors", "rref_rows", "rref_statistics"]
 
 logger = get_logger("arpc.rref")
 
@@ -51,7 +51,7 @@ class RRefRow:
 def rref_rows(context: RRefContext) -> list[RRefRow]:
     """Those this worker owns, then those it uses."""
     if get_ident() == context.thread:  # values belong to the loop, and anybody may ask for a report
-        context.creations.keep_answered()
+        context.service.keep_answered()
     now = monotonic()
     of_owner = (
         RRefRow(
@@ -101,35 +101,25 @@ def rref_statistics(context: RRefContext) -> dict[str, int]:
     }
 
 
-def find_survivors(context: RRefContext) -> list[RRefRow]:
-    """What is still held when nothing is under way any more; nothing if nobody wants to read about it."""
-    if not logger.isEnabledFor(_survivor_level(context)):
-        return []
-    return [row for row in rref_rows(context) if row.role == "user" or row.forks]
+def find_survivors(context: RRefContext) -> tuple[RRefRow, ...]:
+    """What is still held when nothing is under way any more: users, and values of this worker that others hold."""
+    return tuple(row for row in rref_rows(context) if row.role == "user" or row.forks)
 
 
-def report_survivors(context: RRefContext, rows: list[RRefRow]) -> None:
+def report_survivors(context: RRefContext, rows: tuple[RRefRow, ...]) -> None:
     """At a graceful shutdown: what was still held, and is let go of now. A warning only with `rref_creation_stacks`."""
-    _log(_survivor_level(context), context, rows, "RRefs are still held at shutdown")
-
-
-def _survivor_level(context: RRefContext) -> int:
-    return logging.WARNING if context.options.rref_creation_stacks else logging.DEBUG
-
-
-def find_held(context: RRefContext) -> tuple[RRefRow, ...]:
-    """Values of this worker that others hold."""
-    return tuple(row for row in rref_rows(context) if row.role == "owner" and row.forks)
+    level = logging.WARNING if context.options.rref_creation_stacks else logging.DEBUG
+    _log(level, context, rows, "RRefs are still held at shutdown")
 
 
 def report_leaks(context: RRefContext) -> tuple[RRefRow, ...]:
     """After everyone has let go: values of this worker that others still hold all the same."""
-    rows = find_held(context)
+    rows = tuple(row for row in find_survivors(context) if row.role == "owner")
     _log(logging.WARNING, context, rows, "RRefs leak: their users were never heard of again")
     return rows
 
 
-def _log(level: int, context: RRefContext, rows: list[RRefRow] | tuple[RRefRow, ...], what: str) -> None:
-    if rows:
+def _log(level: int, context: RRefContext, rows: tuple[RRefRow, ...], what: str) -> None:
+    if rows and logger.isEnabledFor(level):
         lines = "\n".join(f"  {row}" for row in rows)
         logger.log(level, "worker %s: %d %s\n%s", context.info.name, len(rows), what, lines)

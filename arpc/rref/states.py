@@ -97,4 +97,4 @@ class Owned(msgspec.Struct, eq=False):
     """For reports; nothing is decided by it."""
 
     def dropped(self) -> None:
-        """Nobody holds it any more. If its creation comes after all, that makes another value."""
+        """Nobody holds it any more, and it is not there yet. If its creation comes after all, that makes another."""

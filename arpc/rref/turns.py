@@ -7,8 +7,9 @@ import concurrent.futures
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, Final, TypeVar
+from weakref import WeakValueDictionary
 
 from arpc.agent.server.dispatcher import Dispatcher
 from arpc.agent.server.functions import Function, Mode, name_of
@@ -60,40 +61,23 @@ takes_turns: Callable[[type, str], bool] = lru_cache(maxsize=1024)(_takes_turns)
 """Whether calls of a method of a class are to run one at a time. Remembered: every call of a method asks."""
 
 
-class _Queue:
-    """Those that use one object, or wait for it."""
-
-    __slots__ = ("lock", "users", "value")
-
-    def __init__(self, value: Any) -> None:
-        self.value = value  # kept: another object could have its id otherwise
-        self.lock = asyncio.Lock()
-        self.users = 0
-
-
 class Turns:
     """The queues of one worker, by object. There are none while nobody calls."""
 
     def __init__(self) -> None:
-        self._queues: dict[int, _Queue] = {}
+        # Whatever refers to a lock also refers to its object, whose id nothing else has meanwhile
+        self._locks: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
 
     @property
     def is_idle(self) -> bool:
-        return not self._queues
+        return not self._locks
 
     async def run(
         self, dispatcher: Dispatcher, value: Any, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
         """What a method returns, called when all earlier calls of its object have ended."""
-        queue = self._queues.get(id(value))
-        if queue is None:
-            queue = self._queues[id(value)] = _Queue(value)
-        queue.users += 1
-        try:
-            await queue.lock.acquire()
-        except BaseException:
-            self._leave(queue)
-            raise
+        lock = self._locks.setdefault(id(value), asyncio.Lock())
+        await lock.acquire()
         over: concurrent.futures.Future[None] = concurrent.futures.Future()
         if function.mode is Mode.THREAD:
             function = function.like(_telling(function.call, over))
@@ -103,19 +87,10 @@ class Turns:
             return await dispatcher.call(function, args, kwargs)
         finally:
             if over.done():
-                self._end(queue)
+                lock.release()
             else:
                 # the caller has been cancelled, and the thread cannot be: the object is in use until it ends
-                over.add_done_callback(lambda _: _soon(dispatcher.loop, self._end, queue))
-
-    def _end(self, queue: _Queue) -> None:
-        queue.lock.release()
-        self._leave(queue)
-
-    def _leave(self, queue: _Queue) -> None:
-        queue.users -= 1
-        if not queue.users:
-            del self._queues[id(queue.value)]
+                over.add_done_callback(partial(_release, dispatcher.loop, lock, value))
 
 
 def _telling(call: Callable[..., Any], over: concurrent.futures.Future[None]) -> Callable[..., Any]:
@@ -130,6 +105,7 @@ def _telling(call: Callable[..., Any], over: concurrent.futures.Future[None]) ->
     return run
 
 
-def _soon(loop: asyncio.AbstractEventLoop, function: Callable[..., object], *args: Any) -> None:
+def _release(loop: asyncio.AbstractEventLoop, lock: asyncio.Lock, _value: Any, _over: object) -> None:
+    """Release a lock, from a thread. It was the lock of a value, which nobody else may have kept."""
     with suppress(RuntimeError):  # the loop is closed, and with it all queues
-        loop.call_soon_threadsafe(function, *args)
+        loop.call_soon_threadsafe(lock.release)

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from arpc.agent.client.future import Future
-from arpc.agent.server.functions import name_of
 from arpc.agent.server.remote_exceptions import is_of_handler
 from arpc.errors import CallCancelledError, OwnerLostError, UnknownWorkerError, WorkerLostError
 from arpc.ids import GloballyUniqueId
@@ -74,8 +73,8 @@ class FetchFuture(OwnerFuture):
 class Use(UserFork):
     """One fork of this worker, as its handle and the context share it."""
 
-    origin: Any = ""
-    """Where it was made, or the function that made it."""
+    origin: str = ""
+    """Where it was made, if that is known."""
     failure: Exception | None = None
     """Why it cannot be used."""
     fetches: set[OwnerFuture] | None = None
@@ -84,7 +83,7 @@ class Use(UserFork):
     @property
     def made(self) -> str:
         """Where it was made, or by which function."""
-        return self.origin if isinstance(self.origin, str) else name_of(self.origin)
+        return self.origin
 
     @property
     def is_confirmed(self) -> bool:

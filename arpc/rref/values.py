@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final
 
 from arpc.agent.server.remote_exceptions import raisable
+from arpc.agent.server.run import TO_BE_FETCHED
 from arpc.errors import RRefCreationError, RRefError, set_may_have_run
 from arpc.ids import GloballyUniqueId
 from arpc.rref.states import Owned, OwnerState
@@ -17,7 +18,7 @@ from arpc.user_errors import fresh, is_a, traceback_of, type_name_of, with_trace
 
 if TYPE_CHECKING:
     from arpc.agent.server.run import Run
-    from arpc.rref.create_on_owner import CreationHandlers
+    from arpc.rref.service import RRefService
 
 __all__ = ["NOTHING", "Value"]
 
@@ -40,8 +41,8 @@ class Value(Owned, eq=False):
     """It is a ScriptModule by its type, not only in fact: it is used where it is, and never copied elsewhere."""
     error: BaseException | None = None
     """What is in its place."""
-    handlers: CreationHandlers | None = None
-    """Those of the worker, of a value that a request makes."""
+    service: Any = None
+    """The `RRefService` of the worker, of a value that a request makes."""
     is_wanted: bool = False
     """The creator waits for the value: the answer to its request brings it along."""
     _traceback: TracebackType | None = None
@@ -67,12 +68,6 @@ class Value(Owned, eq=False):
         """Let `is_awaited` be true from now on, until the value is there."""
         if self._waiters is None and not self.is_ready:
             self._waiters = []
-
-    def set(self, content: Any) -> None:
-        if self.content is NOTHING and self.error is None:
-            self.content = content
-            if self._waiters is not None:
-                self._wake()
 
     def fail(self, error: BaseException) -> None:
         if not self.is_ready:
@@ -116,37 +111,42 @@ class Value(Owned, eq=False):
         return self.content
 
     def dropped(self) -> None:
-        if self.state is not OwnerState.ABANDONED and not self.is_ready:  # who abandoned it says why
+        if self.state is not OwnerState.ABANDONED:  # the code that abandoned it says why
             text = f"RRef {GloballyUniqueId.from_int(self.rref)} was released before its value was there"
             self.fail(RRefError(text))
 
     # -- as what keeps the result of a request
 
-    def answer(self, run: Run, result: Any) -> tuple[Any, ...] | None:
-        return (result,) if self.is_wanted and not (run.function.keeps_modules and is_a(result, ScriptModule)) else None
+    def answer(self, run: Run, result: Any) -> Any:
+        if run.function.keeps_modules and is_a(result, ScriptModule):
+            self.stays = True  # before anybody can see the value
+            return TO_BE_FETCHED
+        if not self.is_wanted:
+            return None
+        # nobody takes a tuple in another for `TO_BE_FETCHED`
+        return (result,) if type(result) is tuple else result
 
     def answered(self, run: Run, result: Any) -> None:
-        handlers = self.handlers
-        assert handlers is not None
-        handlers.answered.append((run, result))
+        service: RRefService = self.service
+        service.answered.append((run, result))
         # Looked at after that: if the loop looks later, it finds the result
-        if self.is_awaited or not handlers.will_look:
+        if self.is_awaited or not service.will_look:
             with suppress(RuntimeError):  # the loop is closed
-                handlers.loop.call_soon_threadsafe(handlers.keep_answered)
+                service.loop.call_soon_threadsafe(service.keep_answered)
 
     def returned(self, run: Run, result: Any) -> None:
         if not self.made:
             self.made = run.name
-        if run.function.keeps_modules and is_a(result, ScriptModule):
-            self.stays = True  # before anybody can see the value
-        self.set(result)
-        self._ended()
+        if self.error is None:
+            self.content = result
+            if self._waiters is not None:
+                self._wake()
+        self.service.forks.creation_ended(self)
 
     def failed(self, error: BaseException) -> None:
         """Keep the error for all users of the value. The creator is told that the function has ended."""
-        assert self.handlers is not None
-        self.fail(raisable(error, self.handlers.context.info.name))
-        self._ended()
+        self.fail(raisable(error, self.service.context.info.name))
+        self.service.forks.creation_ended(self)
 
     def not_made(self, error: BaseException) -> None:
         """There is no value, and will be none."""
@@ -155,11 +155,7 @@ class Value(Owned, eq=False):
                 f"the creation of RRef {GloballyUniqueId.from_int(self.rref)} was cancelled, or ran past its deadline"
             )
             self.fail(RRefCreationError(text))
-            self._ended()
+            self.service.forks.creation_ended(self)
         else:
             # a copy: the error itself is sent to the creator, and refers to frames that refer to the value
             self.failed(fresh(error))
-
-    def _ended(self) -> None:
-        assert self.handlers is not None
-        self.handlers.forks.creation_ended(self.rref)

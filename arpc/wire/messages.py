@@ -130,7 +130,7 @@ class MessageType(IntEnum):
     RREF_CREATE = 32
     """Run function ``arg``, as a `Request` does, and keep what it returns under an id that the sender chose.
 
-    The metadata has it, see `rref.create_on_owner.pack_label`.
+    The metadata has it, see `rref.service.pack_label`.
     """
     RREF_FETCH = 33
     """Send the value of an RRef, once it is there."""
@@ -271,9 +271,7 @@ class RequestFlag:
     STREAM: Final = 2
     """The caller iterates: answer with items, at first as many as the metadata say, more by `Credit`."""
     VALUE: Final = 4
-    """Of an `RRefCreate`: answer with a tuple of the value, if it can be sent."""
-    SCALAR: Final = 8
-    """Of an `RRefCreate`: answer with a tuple of the value, if it is one of `pickling.SCALARS`."""
+    """Of an `RRefCreate`: answer with the value, in a tuple if it is one, or with an empty tuple if it stays."""
 
 
 class ItemFlag:

@@ -13,7 +13,7 @@ import torch
 import arpc
 from arpc.agent.hooks import context_propagation as variables
 from arpc.options import RpcOptions
-from arpc.rref.create_on_owner import KEY, pack_label
+from arpc.rref.service import KEY, pack_label
 from arpc.testing import cluster
 from arpc.wire import messages
 from arpc.wire.frames import frame
@@ -153,10 +153,10 @@ def payload_of(kind):
 
 
 def metadata_of(kind, number):
-    """What a creation brings along, see `rref.create_on_owner.pack_label`."""
+    """What a creation brings along, see `rref.service.pack_label`."""
     if kind is not messages.RRefCreate:
         return b""
-    return encode_metadata({KEY: pack_label(1, number, 0, (1 << 48) + number, (1 << 48) + 1000 + number, "")})
+    return encode_metadata({KEY: pack_label(number, 0, (1 << 48) + number, (1 << 48) + 1000 + number, "")})
 
 
 @pytest.mark.parametrize("kind", sorted(REQUESTS, key=lambda kind: kind.type), ids=lambda kind: kind.__name__)

@@ -66,6 +66,28 @@ def _creation_arrived(rref: int, fork: int, user: WorkerInfo) -> Event:
     return lambda forks: [RunCreation(rref)] if forks.creation_arrived(rref, fork, user) else []
 
 
+def _user(forks: Machine, fork: int, rref: int = 0, owner: WorkerInfo | None = None) -> UserFork:
+    """A user as its handles know it; one that has ended is in no table any more."""
+    ended = UserFork(rref, fork, owner or forks.me, forks.me, UserState.LOST, is_created=False, handles=0)
+    return forks.users.get(fork, ended)
+
+
+def _creation_confirmed(owner: WorkerInfo, rref: int, fork: int) -> Event:
+    return lambda forks: forks.creation_confirmed(_user(forks, fork, rref, owner))
+
+
+def _creation_failed(fork: int, number: int, reason: str) -> Event:
+    return lambda forks: forks.creation_failed(_user(forks, fork), number, reason)
+
+
+def _handle_dropped(fork: int) -> Event:
+    return lambda forks: forks.handle_dropped(_user(forks, fork))
+
+
+def _creation_ended(rref: int) -> Event:
+    return lambda forks: forks.creation_ended(forks.owned[rref])
+
+
 def _value_shared(rref: int) -> Event:
     return lambda forks: forks.value_shared(Owned(rref, OwnerState.READY))
 
@@ -74,17 +96,17 @@ ChildAccepted = _event("child_accepted")
 CreationArrived = _creation_arrived
 CreationStarted = _creation_started
 CreationAbandoned = _event("creation_abandoned")
-CreationConfirmed = _event("creation_confirmed")
+CreationConfirmed = _creation_confirmed
 CreationDenied = _event("creation_denied")
-CreationEnded = _event("creation_ended")
-CreationFailed = _event("creation_failed")
+CreationEnded = _creation_ended
+CreationFailed = _creation_failed
 FailureAcknowledged = _event("failure_acknowledged")
 ForkConfirmed = _event("fork_confirmed")
 ForkOffered = _event("fork_offered")
 ForkReceived = _event("fork_received")
 ForkRefused = _event("fork_refused")
 ForkRequested = _event("fork_requested")
-HandleDropped = _event("handle_dropped")
+HandleDropped = _handle_dropped
 OfferKnown = _event("offer_known")
 OfferQueried = _event("offer_queried")
 OfferRefused = _event("offer_refused")

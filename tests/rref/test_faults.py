@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 import arpc
+from arpc.agent.hooks.observers import Handling, Observer
 from arpc.testing import Fault, FaultyTransport, cluster
 from arpc.transport.in_process import MemoryNetwork
 from arpc.wire.messages import MessageType
@@ -27,6 +28,20 @@ async def faulty_cluster(*faults, seed=0, workers=3, options=OPTIONS):
     transport = FaultyTransport(MemoryNetwork(), list(faults), seed=seed)
     async with cluster(workers, options=options, transports={"memory": transport}) as group:
         yield group, transport
+
+
+class Seen(Observer):
+    """Notes the handlers of a worker."""
+
+    def __init__(self) -> None:
+        self.accepted: list[Handling] = []
+        self.ended: list[Handling] = []
+
+    def handler_accepted(self, handling: Handling) -> None:
+        self.accepted.append(handling)
+
+    def handler_ends(self, handling: Handling) -> None:
+        self.ended.append(handling)
 
 
 @pytest.mark.parametrize("type_", CONTROL)
@@ -46,6 +61,19 @@ async def test_a_creation_runs_once(action):
         counter = arpc.remote("worker1", Counter)
         assert await counter.rpc_sync().add(1) == 1
         assert await counter.rpc_sync().add(1) == 2
+        del counter
+        await nothing_is_held(group)
+
+
+async def test_observers_hear_of_the_end_of_a_creation_that_comes_twice():
+    async with faulty_cluster(Fault(MessageType.RREF_CREATE, "duplicate", count=1)) as (group, transport):
+        seen = Seen()
+        group[1].agent.observe(seen)
+        counter = arpc.remote("worker1", Counter)
+        assert await counter.rpc_sync().add(1) == 1
+        assert transport.injected[MessageType.RREF_CREATE, "duplicate"] == 1
+        await until(lambda: len(seen.accepted) == len(seen.ended) == 3)
+        group[1].agent.unobserve(seen)
         del counter
         await nothing_is_held(group)
 

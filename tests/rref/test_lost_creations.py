@@ -343,8 +343,7 @@ async def test_news_of_a_stranger_s_creation_fails_nothing(group):
     await gate.entered.wait()
     number, fork = rref.ids()
     label = (number.to_int(), fork.to_int(), 1, "no")
-    context = group[2].rref_context
-    await group[2].agent.request(RRefCreationFailed, "worker1", (context.incarnation, 0, 1, list(label)))
+    await group[2].agent.request(RRefCreationFailed, "worker1", (0, 1, list(label)))
     gate.event.set()
     assert await rref == 5
     assert isinstance(rref.owner(), WorkerInfo)

@@ -182,4 +182,4 @@ async def test_an_owner_is_replaced_again_and_again_while_rrefs_to_it_are_handed
             assert not context.forks.offers
             assert not context._answers
             # one for each incarnation of its peers would be one for each restart
-            assert len(context.deliveries.windows) <= len(group)
+            assert len(context.windows) <= len(group)

@@ -47,7 +47,7 @@ class CreationService(Protocol):
     """How a feature takes messages that name a function, as requests do."""
 
     def admit(self, run: Run, message: Message) -> Creation | None:
-        """What is to run; None if the request has been answered. Takes what is its own out of ``run.meta``.
+        """What is to run; None if nothing is to run. Takes what is its own out of ``run.meta``.
 
         Raises `ProtocolError` if that is not there.
         """

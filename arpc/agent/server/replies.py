@@ -14,7 +14,7 @@ from arpc.agent.server.inbound import Inbound
 from arpc.agent.server.producer import Producer
 from arpc.agent.server.remote_exceptions import describe_failure
 from arpc.agent.server.returned_futures import await_future
-from arpc.agent.server.run import NO_CONTEXT, Creation, Run
+from arpc.agent.server.run import NO_CONTEXT, TO_BE_FETCHED, Creation, Run
 from arpc.errors import ConnectionClosedError, ProtocolError, SerializationError
 from arpc.ids import WorkerInfo
 from arpc.log import get_logger
@@ -108,16 +108,17 @@ class Replies:
 
     def _keep(self, run: Run, creation: Creation, result: Any) -> None:
         """Answer the request for a value that stays here."""
-        answer, content = creation.answer(run, result), None
+        answer = creation.answer(run, result)
         run.keep(result)
-        if answer is not None:
-            # If it cannot be sent, the caller asks for the value, and that call says why
-            with suppress(BaseException):
-                content = run.context.run(self.encode, run, answer, self._codec.reply_sent)
-        if content is None and run.meta:
-            self._reply_in_context(run, self.encode, None)  # interceptors may have something to add
+        if answer is None and not run.meta:
+            self._end(run, _REPLY, 0, 0, _NOTHING)
+            return
+        try:
+            content = run.context.run(self.encode, run, answer, self._codec.reply_sent)
+        except BaseException:  # noqa: BLE001 - pickling runs user code; the caller's fetch of the value says what it raises
+            self._reply_in_context(run, self.encode, TO_BE_FETCHED)
         else:
-            self._end(run, _REPLY, 0, 0, content or _NOTHING)
+            self._end(run, _REPLY, 0, 0, content)
 
     def encode(self, run: Run, result: Any, intercept: _Intercept | None = None) -> Content:
         """The content of a reply, or of an item of a stream. Called in any thread.
@@ -242,7 +243,7 @@ class Replies:
         if creation is not None:
             if not (run.is_refused or is_cancelled):
                 creation.failed(error)
-                self._reply_in_context(run, self.encode, None)
+                self._reply_in_context(run, self.encode, TO_BE_FETCHED)
                 return
             creation.not_made(error)
         self.calls_failed += 1

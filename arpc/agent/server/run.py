@@ -21,18 +21,20 @@ from arpc.wire.metadata import Metadata
 if TYPE_CHECKING:
     from arpc.agent.server.dispatcher import Dispatcher
 
-__all__ = ["NO_CONTEXT", "Creation", "Run"]
+__all__ = ["NO_CONTEXT", "TO_BE_FETCHED", "Creation", "Run"]
 
 _NESTED_LIMIT: Final = 32
 NO_CONTEXT: Final = Context()
 """In the place of a context that is not needed any more: it and its request refer to each other."""
+TO_BE_FETCHED: Final = ()
+"""The answer to a request for a `Creation` whose result does not come along, though its caller may want it."""
 
 
 class Creation(Protocol):
     """Keeps the result of one request on this worker."""
 
     def answer(self, run: Run, result: Any) -> Any:
-        """The content of the reply to the caller; None if that is all to be said. Called in any thread."""
+        """The content of the reply to the caller; `TO_BE_FETCHED` if that has no result. Called in any thread."""
 
     def answered(self, run: Run, result: Any) -> None:
         """A thread has a result, and sends the answer to the caller itself."""

@@ -20,7 +20,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 
 from arpc.agent.server.replies import TakesLoopError
-from arpc.agent.server.run import NO_CONTEXT, Run
+from arpc.agent.server.run import NO_CONTEXT, TO_BE_FETCHED, Run
 from arpc.agent.server.thread_pool import Outbox
 from arpc.errors import ConnectionClosedError
 from arpc.transport.write_lock import WriteLock
@@ -100,7 +100,7 @@ class ThreadReplies(Outbox):
             if creation is None:
                 job.error = error
             else:
-                job.content = _NOTHING  # the caller asks for the value, and that call says why it cannot be sent
+                job.content = self._encode(run, TO_BE_FETCHED)  # the caller's fetch says why it cannot be sent
             return False
         inbound = self._inbound
         data = inbound.connection.frame_in_thread(_REPLY, run.id, content)

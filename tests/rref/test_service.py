@@ -13,7 +13,7 @@ import torch
 import arpc
 from arpc.agent.client.pending_calls import Call
 from arpc.errors import ProtocolError
-from arpc.rref.create_on_owner import KEY, pack_label, unpack_label
+from arpc.rref.service import KEY, pack_label, unpack_label
 from arpc.rref.states import OwnerState
 from arpc.testing import Cluster
 from arpc.transport.sockets import UnixTransport
@@ -142,9 +142,9 @@ async def test_a_creation_that_was_given_up_before_it_came_is_refused(group: Clu
     rref, fork = group[0].rref_context.ids.next_number(), group[0].rref_context.ids.next_number()
     context.carry_out(context.forks.creation_abandoned(rref, fork, group[0].info, "it was cut"))
     peer = group[0].agent.known_peer("worker1")
-    numbers = group[0].rref_context.post.numbers("worker1")
+    numbers = group[0].rref_context.numbers["worker1"]
     number, oldest = numbers.take()
-    label = pack_label(group[0].rref_context.incarnation, number, oldest, rref, fork, "")
+    label = pack_label(number, oldest, rref, fork, "")
     future = group[0].agent.loop.create_future()
     call = Call(
         peer, future, objects.make_number, (1,), timeout=5.0, type=int(MessageType.RREF_CREATE), metadata={KEY: label}
@@ -161,7 +161,7 @@ async def test_a_malformed_label_is_refused_and_nothing_else_happens(group, capl
     assert await arpc.remote("worker1", objects.make_number, (1,)) == 1
     peer = group[0].agent.known_peer("worker1")
     number = peer.function_ids[objects.make_number]
-    for metadata in ({}, {KEY: b""}, {KEY: pack_label(1, 1, 1, 1, 1, "")[:-1]}):
+    for metadata in ({}, {KEY: b""}, {KEY: pack_label(1, 1, 1, 1, "")[:-1]}):
         peer.connection.send(frame(MessageType.RREF_CREATE, 0, 1, number, 0, b"", encode_metadata(metadata)))
     assert await arpc.remote("worker1", objects.make_number, (2,)) == 2
     assert caplog.text.count("malformed request of worker worker0") == 3
@@ -230,7 +230,7 @@ async def test_calls_that_wait_for_a_value_of_a_thread_go_on_when_it_ends(pair, 
     early = [rref.rpc_async().add(1), asyncio.ensure_future(rref.to_here(timeout=20))]
     await until(lambda: any(value.is_awaited for value in pair[1].rref_context.forks.owned.values()))
     if is_late:
-        await until(lambda: not pair[1].rref_context.creations.will_look)
+        await until(lambda: not pair[1].rref_context.service.will_look)
     objects.gate.set()
     assert await early[0] == 2
     assert (await early[1]).total in {1, 2}
@@ -251,7 +251,7 @@ async def test_a_creation_that_was_cancelled_in_its_thread_has_no_value(pair):
 
 @pytest.mark.parametrize("use", [objects.total_here, objects.local_total])
 async def test_a_handle_on_the_owner_has_the_value_of_a_thread_before_the_loop_looks(pair, use):
-    creations = pair[1].rref_context.creations
+    creations = pair[1].rref_context.service
     creations._look = lambda: None  # when its time has come, nothing happens
     rref = arpc.remote("worker1", Counter, (4,))
     await rref._get_future()
@@ -263,7 +263,7 @@ async def test_a_handle_on_the_owner_has_the_value_of_a_thread_before_the_loop_l
 async def test_a_value_is_said_to_be_awaited_before_the_loop_looks_for_it(pair, monkeypatch):
     """So a thread that ends right after the look wakes the loop."""
     objects.gate.clear()
-    creations = pair[1].rref_context.creations
+    creations = pair[1].rref_context.service
     creations._look = lambda: None
     rref = arpc.remote("worker1", objects.make_at_the_gate, (1,))
     await until(lambda: len(pair[1].rrefs()) == 1)
@@ -283,7 +283,7 @@ async def test_a_value_is_said_to_be_awaited_before_the_loop_looks_for_it(pair, 
 
 
 async def test_a_report_that_a_thread_asks_for_leaves_values_to_the_loop(pair):
-    creations = pair[1].rref_context.creations
+    creations = pair[1].rref_context.service
     creations._look = lambda: None
     rref = arpc.remote("worker1", Counter, (4,))
     await rref._get_future()
@@ -329,16 +329,16 @@ async def test_a_value_that_is_too_large_for_a_thread_comes_with_the_answer(pair
 
 # -- the label
 
-LABEL = (1, 2, 3, (65535 << 48) + 4, 5, "")
+LABEL = (2, 3, (65535 << 48) + 4, 5, "")
 
 
 @pytest.mark.parametrize("made", ["", "train.py, line 5", "straße"])
 def test_a_label_comes_back(made):
-    assert unpack_label(pack_label(*LABEL[:5], made)) == (*LABEL[:5], made)
+    assert unpack_label(pack_label(*LABEL[:4], made)) == (*LABEL[:4], made)
 
 
 def test_a_stack_that_is_no_text_is_read_all_the_same():
-    assert unpack_label(pack_label(*LABEL[:5], "") + b"\xff")[-1] == "\ufffd"
+    assert unpack_label(pack_label(*LABEL[:4], "") + b"\xff")[-1] == "\ufffd"
 
 
 @pytest.mark.parametrize("data", [None, b"", pack_label(*LABEL)[:-1]])

@@ -62,6 +62,7 @@ _OF_ONLOOKERS: Final = (Inspect, Cancel, Goodbye)
 _OF_THREADS: Final = (Request, Function, Cancel, Goodbye)
 
 _Handler = Callable[[Link, Message], None]
+_is_pristine = torchstate.is_pristine
 
 
 class Agent:
@@ -318,7 +319,7 @@ class Agent:
 
     def dispatch(self, connection: Connection, messages: list[Message]) -> None:
         """Give each message to its handler."""
-        if not self._tasks_are_isolated and not torchstate.is_pristine():
+        if not self._tasks_are_isolated and not _is_pristine():
             # the loop is between two steps of a task that has switched something off for itself
             torchstate.run_with(torchstate.DEFAULTS, self.dispatch, connection, messages)
             return

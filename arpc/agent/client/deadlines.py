@@ -126,7 +126,7 @@ class Timeouts:
         self._are_sent = are_sent
         self._default_s = default_s
         # Calls with the same timeout made at about the same time have the same tick: that is found once for all
-        self._kept: dict[float, Deadline] = {}
+        self._kept: dict[float | Unset, Deadline] = {}
 
     @property
     def default_s(self) -> float:
@@ -136,15 +136,19 @@ class Timeouts:
     @default_s.setter
     def default_s(self, timeout_s: float) -> None:
         self._default_s = checked_timeout(timeout_s)
+        self._kept.clear()
 
     def deadline(self, timeout: float | Unset) -> Deadline:
         """The deadline of a call that is made for no caller."""
-        timeout_s = self._default_s if timeout is UNSET else checked_timeout(timeout)
-        kept = self._kept.get(timeout_s, _NONE_KEPT)
+        try:
+            kept = self._kept.get(timeout, _NONE_KEPT)
+        except TypeError:
+            kept = _NONE_KEPT  # not hashable, so not a number
         if (now := self._time()) >= kept[2]:
+            timeout_s = self._seconds(timeout)
             if len(self._kept) > _MAX_KEPT:
                 self._kept.clear()
-            kept = self._kept[timeout_s] = self._find(now, timeout_s)
+            kept = self._kept[timeout] = self._find(now, timeout_s)
         return kept
 
     def within(self, inherited: float | None, timeout: float | Unset, function: Any) -> Deadline:
@@ -154,13 +158,16 @@ class Timeouts:
         """
         if inherited is None:
             return self.deadline(timeout)
-        timeout_s = self._default_s if timeout is UNSET else checked_timeout(timeout)
+        timeout_s = self._seconds(timeout)
         now = self._time()
         left = inherited - now
         if left <= 0:
             text = f"no time is left to call {name_of(function)}: the caller's own deadline has passed"
             raise not_run(RpcTimeoutError(text))
         return self._find(now, min(timeout_s, left) if timeout_s else left)
+
+    def _seconds(self, timeout: float | Unset) -> float:
+        return self._default_s if timeout is UNSET else checked_timeout(timeout)
 
     def _find(self, now: float, timeout_s: float) -> Deadline:
         if not timeout_s:

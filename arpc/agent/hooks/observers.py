@@ -268,6 +268,7 @@ class Observers(Interceptor):
             run.handling = _accept(
                 peer=peer, function=run.name, kind=Kind.CALL, id=run.id, headers=headers, observers=observers
             )
+            run.arrived_ns = run.arrived_ns or run.handling.accepted_ns
 
     def reply_sent(self, peer: WorkerInfo, meta: bytes, slots: list[Slot]) -> bytes | None:
         run = current_scope.get()

@@ -145,28 +145,37 @@ class Dispatcher:
     def launch(self, run: Run) -> None:
         """Run it in the way of its function."""
         mode = run.function.mode
-        if mode is not _COROUTINE:
-            # Arguments are built on the loop, to which interceptors belong; those of a coroutine in its first step
-            try:
-                if run.function.error is not None:
-                    raise run.function.error.with_traceback(None)
-                if mode in _GENERATORS and not run.is_stream and run.creation is None:
-                    raise TypeError(f"{run.name} is a generator: call it with arpc.stream")
-                run.context.run(prepare, run)
-                mode = run.function.mode  # the function may have come with them, or has to wait for one of them
-                if mode is _UNKNOWN:
-                    raise ProtocolError(f"call {run.id} brings no function")
-            except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
-                self.replies.refused(run, error)
-                return
+        if mode is _COROUTINE:
+            self.tasks.start(run)  # which builds its arguments
+            return
+        # Arguments are built on the loop, to which interceptors belong
+        try:
+            if mode is not _THREAD:
+                self._check(run)
+            run.context.run(prepare, run)
+            mode = run.function.mode  # the function may have come with them, or has to wait for one of them
+            if mode is not _THREAD:
+                self._check(run)
+        except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
+            self.replies.refused(run, error)
+            return
         if mode is _COROUTINE:
             self.tasks.start(run)
         elif mode is _THREAD:
             self._start_thread(run)
-        elif mode is _INLINE or run.is_stream or run.creation is not None:
-            self._run_inline(run)  # calling a generator function runs none of its code
         else:
-            self.replies.refused(run, TypeError(f"{run.name} is a generator: call it with arpc.stream"))
+            self._run_inline(run)  # calling a generator function runs none of its code
+
+    @staticmethod
+    def _check(run: Run) -> None:
+        """Raise why a request cannot run."""
+        function = run.function
+        if function.error is not None:
+            raise function.error.with_traceback(None)
+        if function.mode is _UNKNOWN and run.message is None:
+            raise ProtocolError(f"call {run.id} brings no function")
+        if function.mode in _GENERATORS and not run.is_stream and run.creation is None:
+            raise TypeError(f"{run.name} is a generator: call it with arpc.stream")
 
     def refuse(self, link: Link, message: Message) -> None:
         """Answer a request that came too late: this worker is being closed."""

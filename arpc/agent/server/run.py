@@ -13,7 +13,7 @@ from arpc import torchstate
 from arpc.agent.server.functions import Function, ResultSizes
 from arpc.agent.server.inbound import Inbound
 from arpc.agent.server.producer import Producer
-from arpc.agent.server.request_reader import prepare
+from arpc.agent.server.request_reader import set_scope, unpack
 from arpc.ids import WorkerInfo
 from arpc.wire.messages import Message
 from arpc.wire.metadata import Metadata
@@ -67,7 +67,7 @@ class Run(msgspec.Struct):
     meta: Metadata | None = None
     """What interceptors of the caller sent along."""
     coroutine: Coroutine[Any, Any, Any] | None = None
-    """None until `first_step` has begun."""
+    """None until the function of a coroutine has been called."""
     state: torchstate.SavedState | None = None
     """Torch's state of a coroutine that waits, if it is not the default."""
     task: asyncio.Task[Any] | None = None
@@ -138,14 +138,11 @@ class Run(msgspec.Struct):
 
     # -- its function, on the loop and in its context
 
-    def first_step(self) -> Any:
-        """Make the coroutine of the function, and send it None."""
-        self.coroutine = coroutine = self.call()
-        return coroutine.send(None)
-
     def call(self) -> Any:
-        """Call the function."""
-        prepare(self)
+        """Call the function, once its arguments are built."""
+        set_scope(self)
+        if self.message is not None:
+            unpack(self, self.message)
         args, kwargs = self.args, self.kwargs
         if not (args or kwargs):
             return self.function.call()

@@ -19,25 +19,24 @@ if TYPE_CHECKING:
     from arpc.agent.server.dispatcher import Dispatcher
     from arpc.agent.server.run import Run
 
-__all__ = ["define", "prepare", "set_scope", "unpack"]
+__all__ = ["define", "prepare"]
 
 _KWARGS: Final = int(RequestFlag.KWARGS)
 # By number, with each connection
 _MAX_FUNCTIONS: Final = 1 << 16
 _NO_SLOTS: Final[list[Any]] = []
-set_scope: Final = current_scope.set
-"""Makes a request the scope of its context: interceptors and user code may look at that."""
+_set_scope = current_scope.set
 
 
 def prepare(run: Run) -> None:
-    """Make a request the scope of its context, and build its arguments there. Raises what `unpack` raises."""
-    set_scope(run)
-    if run.message is not None:
-        unpack(run, run.message)
+    """Make a request the scope of its context, and build its arguments there, unless that has been done.
 
-
-def unpack(run: Run, message: Message) -> None:
-    """Build the arguments of a request, in its context. Unpickling runs user code, which may raise anything."""
+    Interceptors and user code may look at the context. Unpickling runs user code, which may raise anything.
+    """
+    _set_scope(run)
+    message = run.message
+    if message is None:
+        return
     run.message = None
     codec, layout = run.host.codec, message.layout
     try:

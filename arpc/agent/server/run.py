@@ -13,7 +13,7 @@ from arpc import torchstate
 from arpc.agent.server.functions import Function, ResultSizes
 from arpc.agent.server.inbound import Inbound
 from arpc.agent.server.producer import Producer
-from arpc.agent.server.request_reader import set_scope, unpack
+from arpc.agent.server.request_reader import prepare
 from arpc.ids import WorkerInfo
 from arpc.wire.messages import Message
 from arpc.wire.metadata import Metadata
@@ -140,9 +140,7 @@ class Run(msgspec.Struct):
 
     def call(self) -> Any:
         """Call the function, once its arguments are built."""
-        set_scope(self)
-        if self.message is not None:
-            unpack(self, self.message)
+        prepare(self)
         args, kwargs = self.args, self.kwargs
         if not (args or kwargs):
             return self.function.call()

@@ -406,9 +406,7 @@ def _watched(function: Function, handling: Handling, steps: Steps | None) -> Fun
         result = call_stepped(steps, inner, *args, **kwargs)
         return Stepped(result, steps) if is_coroutine else step_result(steps, result)
 
-    watched = function.like(call)
-    watched.is_plain = False
-    return watched
+    return function.like(call)
 
 
 _KINDS: Final = {

@@ -261,8 +261,7 @@ class Dispatcher:
             self.queue_of(inbound).submit(job)
         else:
             if (
-                function.is_plain
-                and not (self.is_watched or run.is_stream)  # no meter has to hear of its end
+                not (function.returns_future or run.is_stream or run.arrived_ns)  # nobody has to hear of its end
                 and (not run.meta or (run.creation is None and self.codec.replies_in_thread(run.meta)))
             ):
                 job.replies = inbound.thread_replies or self._share_writing(inbound)

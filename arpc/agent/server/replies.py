@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from arpc.agent.server.functions import Function, HandOver, Mode
 from arpc.agent.server.inbound import Inbound
@@ -26,9 +26,10 @@ from arpc.wire.values.content import Content
 from arpc.wire.values.packing import Slot
 
 if TYPE_CHECKING:
+    from arpc.agent.hooks.timing import Meter
     from arpc.agent.server.dispatcher import Dispatcher
 
-__all__ = ["HandlerMeter", "Replies", "TakesLoopError"]
+__all__ = ["Replies", "TakesLoopError"]
 
 logger = get_logger("arpc.executor")
 
@@ -47,16 +48,6 @@ class TakesLoopError(Exception):
     """An interceptor has something to do that belongs to the loop. The arguments are pickle and slots of the result."""
 
 
-class HandlerMeter(Protocol):
-    """Is told how long handlers take. Called on the loop; must not raise."""
-
-    def handler_ended(self, caller: str, function: str, duration_ns: int) -> None:
-        """A request was answered, whatever the answer is."""
-
-    def handler_failed(self, caller: str, function: str, error: BaseException) -> None:
-        """A request will be answered with an error."""
-
-
 class Replies:
     """Answers the requests of all peers of one worker, or has something else run in the place of what returned."""
 
@@ -67,7 +58,7 @@ class Replies:
         self.calls_ended = 0
         self.tell_failure: Callable[[str, BaseException], None] | None = None
         """Told the name of each function that fails here, and what it raised."""
-        self.meter: HandlerMeter | None = None
+        self.meter: Meter | None = None
 
     # -- results
 

@@ -199,8 +199,8 @@ class Agent:
             Failure: receiver.on_failure,
             Item: receiver.on_item,
             Cancel: self._on_cancel,
-            Function: lambda link, message: define(dispatcher, link.inbound, message),
-            Credit: lambda link, message: link.inbound.add_credit(message.id, message.arg),
+            Function: partial(define, dispatcher),
+            Credit: lambda link, message: link.add_credit(message.id, message.arg),
             Goodbye: self._on_goodbye,
             **services,
         }
@@ -210,7 +210,7 @@ class Agent:
 
         def handle_if_permitted(link: Link, message: Message) -> None:
             try:
-                self.policy.check_message(link.inbound.caller, message_class)
+                self.policy.check_message(link.caller, message_class)
             except NotAllowedError as error:
                 self.dispatcher.reject(link, message, error)
             else:
@@ -340,11 +340,11 @@ class Agent:
             if is_question and connection.unsent_bytes > self.options.window_bytes:
                 connection.abort(WireError("an onlooker asks on and on, and reads no answers"))
                 return
-            if not is_question or not link.inbound.is_full:
+            if not is_question or not link.is_full:
                 self.messages_received(connection, [message])
             else:
                 # messages of features never wait for room
-                error = OverloadedError(f"{link.inbound.limit} questions of this onlooker are not answered yet")
+                error = OverloadedError(f"{link.limit} questions of this onlooker are not answered yet")
                 self.dispatcher.reject(link, message, error)
 
     def thread_calls_received(self, connection: Connection, messages: list[Message]) -> None:
@@ -355,8 +355,8 @@ class Agent:
         self.messages_received(connection, messages)
 
     def _on_cancel(self, link: Link, message: Message) -> None:
-        self.observers.dropped(link.inbound, message.id)
-        link.inbound.cancel(message.id)
+        self.observers.dropped(link, message.id)
+        link.cancel(message.id)
 
     def _on_goodbye(self, link: Link, message: Message) -> None:
         link.goodbye = bytes(message.body).decode(errors="replace") or "it closed the connection"
@@ -367,8 +367,8 @@ class Agent:
         if link is None:
             return
         link.peer.drain()
-        link.inbound.output_drained()
-        self.dispatcher.readmit(link.inbound)
+        link.output_drained()
+        self.dispatcher.readmit(link)
 
     # -- the end
 
@@ -377,7 +377,7 @@ class Agent:
 
         Their callers get a `ShutdownError` that says that the function did not run. Messages of features are taken.
         """
-        earlier = EarlierWork([link.inbound for link in self.connector.links], self.peers)
+        earlier = EarlierWork(self.connector.links, self.peers)
         for message_class in self._calls_of_functions:
             handle = self._handlers[message_class]
             self._handlers[message_class] = partial(self._take_if_caused, earlier, handle)

@@ -12,7 +12,6 @@ from typing import Any, Final, Protocol
 from arpc import torchstate
 from arpc.agent.codec import Codec
 from arpc.agent.hooks.observers import Observers
-from arpc.agent.peers.link import Link
 from arpc.agent.scope import current_scope
 from arpc.agent.server.eager_tasks import EagerTasks
 from arpc.agent.server.functions import NOT_KNOWN, Function, Mode, Prompt, ResultSizes
@@ -40,7 +39,7 @@ _GENERATORS: Final = (Mode.GENERATOR, Mode.ASYNC_GENERATOR)
 _STREAM: Final = int(RequestFlag.STREAM)
 _now_ns = time.perf_counter_ns
 
-_Handle = Callable[[Link, Message], None]
+_Handle = Callable[[Inbound, Message], None]
 
 
 class CreationService(Protocol):
@@ -91,9 +90,8 @@ class Dispatcher:
 
     # -- the start of a request
 
-    def request_received(self, link: Link, message: Message) -> None:
+    def request_received(self, inbound: Inbound, message: Message) -> None:
         """Run a call, or keep it packed while its caller does not take replies or has too many others running."""
-        inbound = link.inbound
         if message.id == inbound.latest_id:
             return  # it came twice, and runs once
         inbound.latest_id = message.id
@@ -177,14 +175,14 @@ class Dispatcher:
         if function.mode in _GENERATORS and not run.is_stream and run.creation is None:
             raise TypeError(f"{run.name} is a generator: call it with arpc.stream")
 
-    def refuse(self, link: Link, message: Message) -> None:
+    def refuse(self, inbound: Inbound, message: Message) -> None:
         """Answer a request that came too late: this worker is being closed."""
         error = ShutdownError(f"worker {self.name!r} is shutting down")
-        self.replies.fail(link.inbound, message.id, FailureKind.SHUTDOWN, error)
+        self.replies.fail(inbound, message.id, FailureKind.SHUTDOWN, error)
 
-    def reject(self, link: Link, message: Message, error: Exception) -> None:
+    def reject(self, inbound: Inbound, message: Message, error: Exception) -> None:
         """Answer a request with an error; nothing of it is looked at."""
-        self.replies.refused(self._run(link.inbound, NOT_KNOWN, message), error)
+        self.replies.refused(self._run(inbound, NOT_KNOWN, message), error)
 
     # -- messages of features
 
@@ -196,8 +194,8 @@ class Dispatcher:
         served.name = message_class.__name__
         served.is_service = True
 
-        def handle(link: Link, message: Message) -> None:
-            self.launch(self._run(link.inbound, served, message))
+        def handle(inbound: Inbound, message: Message) -> None:
+            self.launch(self._run(inbound, served, message))
 
         return handle
 
@@ -208,8 +206,7 @@ class Dispatcher:
         """
         kept = ResultSizes()  # what these functions return stays here
 
-        def handle(link: Link, message: Message) -> None:
-            inbound = link.inbound
+        def handle(inbound: Inbound, message: Message) -> None:
             run = self._run(inbound, inbound.function_of(message), message)
             run.results = kept
             try:

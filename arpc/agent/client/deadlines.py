@@ -126,7 +126,8 @@ class Timeouts:
         self._are_sent = are_sent
         self._default_s = default_s
         # Calls with the same timeout made at about the same time have the same tick: that is found once for all
-        self._kept: dict[float | Unset, Deadline] = {}
+        self._of_default = _NONE_KEPT
+        self._kept: dict[float, Deadline] = {}
 
     @property
     def default_s(self) -> float:
@@ -136,19 +137,20 @@ class Timeouts:
     @default_s.setter
     def default_s(self, timeout_s: float) -> None:
         self._default_s = checked_timeout(timeout_s)
-        self._kept.clear()
+        self._of_default = _NONE_KEPT
 
     def deadline(self, timeout: float | Unset) -> Deadline:
         """The deadline of a call that is made for no caller."""
-        try:
-            kept = self._kept.get(timeout, _NONE_KEPT)
-        except TypeError:
-            kept = _NONE_KEPT  # not hashable, so not a number
+        kept = self._of_default if timeout is UNSET else self._kept.get(checked_timeout(timeout), _NONE_KEPT)
         if (now := self._time()) >= kept[2]:
             timeout_s = self._seconds(timeout)
-            if len(self._kept) > _MAX_KEPT:
-                self._kept.clear()
-            kept = self._kept[timeout] = self._find(now, timeout_s)
+            kept = self._find(now, timeout_s)
+            if timeout is UNSET:
+                self._of_default = kept
+            else:
+                if len(self._kept) > _MAX_KEPT:
+                    self._kept.clear()
+                self._kept[timeout_s] = kept
         return kept
 
     def within(self, inherited: float | None, timeout: float | Unset, function: Any) -> Deadline:

@@ -148,7 +148,8 @@ class Agent:
             resolve=resolve,
         )
         self._sender = sender
-        self._wrappers: list[Callable[[CallSender], CallSender]] = []
+        self._wrapped: CallSender = sender
+        """With the wrappers around it."""
         self.meter: Meter | None = None
         """Receives the durations of calls and handlers; see `set_meter`."""
         self._wrap_sender()
@@ -263,7 +264,7 @@ class Agent:
     @property
     def is_wrapped(self) -> bool:
         """A wrapper sees every request, see `wrap_sender`."""
-        return bool(self._wrappers)
+        return self._wrapped is not self._sender
 
     @property
     def is_intercepted(self) -> bool:
@@ -282,14 +283,11 @@ class Agent:
 
     def wrap_sender(self, wrapper: Callable[[CallSender], CallSender]) -> None:
         """Let a wrapper see every request of this worker, for good."""
-        self._wrappers.append(wrapper)
+        self._wrapped = wrapper(self._wrapped)
         self._wrap_sender()
 
     def _wrap_sender(self) -> None:
-        sender: CallSender = self._sender
-        for wrapper in self._wrappers:
-            sender = wrapper(sender)
-        sender = ObservedSender(sender, self.observers)
+        sender = ObservedSender(self._wrapped, self.observers)
         self.caller.sender = sender if self.meter is None else TimedSender(sender, self.meter)
 
     def set_meter(self, meter: Meter | None) -> None:

@@ -62,6 +62,7 @@ _OF_ONLOOKERS: Final = (Inspect, Cancel, Goodbye)
 _OF_THREADS: Final = (Request, Function, Cancel, Goodbye)
 
 _Handler = Callable[[Link, Message], None]
+_is_pristine = torchstate.is_pristine
 
 
 class Agent:
@@ -147,7 +148,8 @@ class Agent:
             resolve=resolve,
         )
         self._sender = sender
-        self._wrappers: list[Callable[[CallSender], CallSender]] = []
+        self._wrapped: CallSender = sender
+        """With the wrappers around it."""
         self.meter: Meter | None = None
         """Receives the durations of calls and handlers; see `set_meter`."""
         self._wrap_sender()
@@ -198,8 +200,8 @@ class Agent:
             Failure: receiver.on_failure,
             Item: receiver.on_item,
             Cancel: self._on_cancel,
-            Function: lambda link, message: define(dispatcher, link.inbound, message),
-            Credit: lambda link, message: link.inbound.add_credit(message.id, message.arg),
+            Function: partial(define, dispatcher),
+            Credit: lambda link, message: link.add_credit(message.id, message.arg),
             Goodbye: self._on_goodbye,
             **services,
         }
@@ -209,7 +211,7 @@ class Agent:
 
         def handle_if_permitted(link: Link, message: Message) -> None:
             try:
-                self.policy.check_message(link.inbound.caller, message_class)
+                self.policy.check_message(link.caller, message_class)
             except NotAllowedError as error:
                 self.dispatcher.reject(link, message, error)
             else:
@@ -262,7 +264,7 @@ class Agent:
     @property
     def is_wrapped(self) -> bool:
         """A wrapper sees every request, see `wrap_sender`."""
-        return bool(self._wrappers)
+        return self._wrapped is not self._sender
 
     @property
     def is_intercepted(self) -> bool:
@@ -281,14 +283,11 @@ class Agent:
 
     def wrap_sender(self, wrapper: Callable[[CallSender], CallSender]) -> None:
         """Let a wrapper see every request of this worker, for good."""
-        self._wrappers.append(wrapper)
+        self._wrapped = wrapper(self._wrapped)
         self._wrap_sender()
 
     def _wrap_sender(self) -> None:
-        sender: CallSender = self._sender
-        for wrapper in self._wrappers:
-            sender = wrapper(sender)
-        sender = ObservedSender(sender, self.observers)
+        sender = ObservedSender(self._wrapped, self.observers)
         self.caller.sender = sender if self.meter is None else TimedSender(sender, self.meter)
 
     def set_meter(self, meter: Meter | None) -> None:
@@ -318,7 +317,7 @@ class Agent:
 
     def dispatch(self, connection: Connection, messages: list[Message]) -> None:
         """Give each message to its handler."""
-        if not self._tasks_are_isolated and not torchstate.is_pristine():
+        if not self._tasks_are_isolated and not _is_pristine():
             # the loop is between two steps of a task that has switched something off for itself
             torchstate.run_with(torchstate.DEFAULTS, self.dispatch, connection, messages)
             return
@@ -339,11 +338,11 @@ class Agent:
             if is_question and connection.unsent_bytes > self.options.window_bytes:
                 connection.abort(WireError("an onlooker asks on and on, and reads no answers"))
                 return
-            if not is_question or not link.inbound.is_full:
+            if not is_question or not link.is_full:
                 self.messages_received(connection, [message])
             else:
                 # messages of features never wait for room
-                error = OverloadedError(f"{link.inbound.limit} questions of this onlooker are not answered yet")
+                error = OverloadedError(f"{link.limit} questions of this onlooker are not answered yet")
                 self.dispatcher.reject(link, message, error)
 
     def thread_calls_received(self, connection: Connection, messages: list[Message]) -> None:
@@ -354,8 +353,8 @@ class Agent:
         self.messages_received(connection, messages)
 
     def _on_cancel(self, link: Link, message: Message) -> None:
-        self.observers.dropped(link.inbound, message.id)
-        link.inbound.cancel(message.id)
+        self.observers.dropped(link, message.id)
+        link.cancel(message.id)
 
     def _on_goodbye(self, link: Link, message: Message) -> None:
         link.goodbye = bytes(message.body).decode(errors="replace") or "it closed the connection"
@@ -366,8 +365,8 @@ class Agent:
         if link is None:
             return
         link.peer.drain()
-        link.inbound.output_drained()
-        self.dispatcher.readmit(link.inbound)
+        link.output_drained()
+        self.dispatcher.readmit(link)
 
     # -- the end
 
@@ -376,7 +375,7 @@ class Agent:
 
         Their callers get a `ShutdownError` that says that the function did not run. Messages of features are taken.
         """
-        earlier = EarlierWork([link.inbound for link in self.connector.links], self.peers)
+        earlier = EarlierWork(self.connector.links, self.peers)
         for message_class in self._calls_of_functions:
             handle = self._handlers[message_class]
             self._handlers[message_class] = partial(self._take_if_caused, earlier, handle)

@@ -127,16 +127,14 @@ class TensorPipeAgent(RpcAgent):
     def _figures(self) -> dict[str, Any]:
         agent = self.drop_in.agent
         executor = agent.dispatcher
-        running = sum(len(link.inbound.running) for link in agent.connector.links)
+        running = sum(len(link.running) for link in agent.connector.links)
         figures: dict[str, Any] = {
             "thread_pool_size": self.drop_in.worker.options.num_worker_threads,
             "num_idle_threads": executor.threads.idle_threads,
             "client_active_calls": sum(peer.calls_in_flight for peer in agent.peers),
             "server_active_calls": running,
             "server_active_async_calls": sum(
-                run.function.returns_future
-                for link in agent.connector.links
-                for run in [*link.inbound.running.values()]
+                run.function.returns_future for link in agent.connector.links for run in [*link.running.values()]
             ),
         }
         if self.is_gil_profiled:

@@ -145,7 +145,7 @@ class Inspector:
         agent = self.agent
         return {
             "in_flight": float(sum(peer.calls_in_flight for peer in agent.peers)),
-            "handlers": float(sum(len(link.inbound.running) for link in self._peer_links())),
+            "handlers": float(sum(len(link.running) for link in self._peer_links())),
             "memory_bytes": float(_resident_bytes()),
         }
 
@@ -188,15 +188,15 @@ class Inspector:
         )
         calls.update((peer.info.name, name) for peer in agent.peers for _, name, _ in peer.calls_of_threads())
         handlers = Counter(
-            (link.inbound.caller.name, run.name)
+            (link.caller.name, run.name)
             for link in self._peer_links()
-            for run in list(link.inbound.running.values())  # threads take requests out
+            for run in list(link.running.values())  # threads take requests out
         )
         return calls, handlers
 
     def _executor(self) -> ExecutorSnapshot:
         counted = self.agent.dispatcher.statistics()
-        inbounds = [link.inbound for link in self._peer_links()]
+        inbounds = self._peer_links()
         return ExecutorSnapshot(
             threads=counted["threads"],
             threads_max=counted["threads_max"],

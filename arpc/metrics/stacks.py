@@ -110,10 +110,7 @@ def dump(agent: Agent, info: WorkerInfo, pid: int) -> WorkerStack:
         for future in _futures_of(call)
     }
     runs = [
-        (link, run)
-        for link in agent.connector.links
-        if not link.is_onlooker
-        for run in list(link.inbound.running.values())
+        (link, run) for link in agent.connector.links if not link.is_onlooker for run in list(link.running.values())
     ]
     threads = _frames_by_run() if any(run.function.mode is Mode.THREAD for _, run in runs) else {}
     calls = [
@@ -144,7 +141,7 @@ def dump(agent: Agent, info: WorkerInfo, pid: int) -> WorkerStack:
             TaskStack(task.get_name(), list(_chain_of(task.get_coro())), _awaited_by(task, awaited))
             for task in sorted(tasks, key=lambda task: task.get_name())[:_MAX_ROWS]
         ],
-        requests_waiting=sum(len(link.inbound.waiting) for link in agent.connector.links),
+        requests_waiting=sum(len(link.waiting) for link in agent.connector.links),
         not_told=sum(max(0, len(rows) - _MAX_ROWS) for rows in (runs, calls, tasks)),
     )
 
@@ -163,7 +160,7 @@ def _handler(
         frames = [*frames, *_chain_of(run.producer._iterable)]  # noqa: SLF001 - only to look
     return HandlerStack(
         id=run.id,
-        caller=link.inbound.caller.name,
+        caller=link.caller.name,
         function=run.name,
         kind=kind,
         age_s=None if left_s is None else run.timeout_ms / 1000 - left_s,

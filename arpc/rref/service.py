@@ -214,7 +214,7 @@ class RRefService:
         await asyncio.sleep(0)
         peer = self.context.agent.peer(caller.id)
         connection = peer.connection if peer is not None else None
-        if connection is not None and (connection.owner.inbound.waiting or not connection.protocol.is_between_frames):
+        if connection is not None and (connection.owner.waiting or not connection.protocol.is_between_frames):
             return None
         unknown = [id_ for id_ in items if not self.forks.knows(id_)]
         for id_ in unknown:

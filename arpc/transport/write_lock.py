@@ -64,7 +64,7 @@ class WriteLock:
 
         What the system does not take at once, the loop writes soon.
         """
-        data = frames[0] if len(frames) == 1 else b"".join(frames)
+        data = b"".join(frames)
         size_bytes = len(data)
         with self.lock:
             if self._rest or self._is_over or self._connection.is_full:

@@ -82,9 +82,9 @@ def _left(worker: arpc.Worker) -> Iterator[tuple[str, Any]]:
 def _requests(worker: arpc.Worker) -> Iterator[Any]:
     """Handlers and streams that run for workers of the load, and requests of theirs that wait."""
     for link in worker.agent.connector._links.values():  # noqa: SLF001 - nothing public has them
-        if link.inbound.caller.name.startswith("worker"):
-            yield from link.inbound.running.values()
-            yield from link.inbound.waiting.values()
+        if link.caller.name.startswith("worker"):
+            yield from link.running.values()
+            yield from link.waiting.values()
 
 
 def holders() -> Iterator[str]:

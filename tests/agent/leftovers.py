@@ -21,8 +21,8 @@ def leftovers(worker: Worker) -> dict[str, object]:
         kept[f"bytes in flight to {peer.info.name}"] = peer.in_flight_bytes
     for link in agent.connector._links.values():
         caller = link.peer.info.name
-        kept[f"handlers for {caller}"] = list(link.inbound.running)
-        kept[f"requests of {caller} that wait"] = list(link.inbound.waiting)
+        kept[f"handlers for {caller}"] = list(link.running)
+        kept[f"requests of {caller} that wait"] = list(link.waiting)
         kept[f"large tensors for {caller}"] = len(link.connection.bulk)
     kept["carriers with a handler"] = agent.dispatcher.tasks.statistics()["handlers_waiting"]
     kept["unfinished jobs of threads"] = agent.dispatcher.threads.statistics()["jobs_unfinished"]

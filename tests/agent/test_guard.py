@@ -200,7 +200,7 @@ async def test_an_answer_does_nothing_either(kind):
         pending = group[0].rpc_async("worker1", stay)
         await group[0].rpc_sync("worker1", total, args=([],))
         connection = group[1].agent.known_peer("worker0").connection
-        (call_id,) = group[1].agent.connector.links[0].inbound.running
+        (call_id,) = group[1].agent.connector.links[0].running
         payload = pickled_trap() if kind is MessageType.REPLY else pickle.dumps((pickled_trap(), "T", "text", "stack"))
         connection.send(frame(kind, 0, call_id, 0, 0, payload))
         with pytest.raises((arpc.SerializationError, arpc.RemoteError)):

@@ -192,7 +192,7 @@ async def test_an_answer_is_read_by_the_policy(kind, form, read):
             pending = group[0].rpc_async("worker1", stay)
         await group[0].rpc_sync("worker1", nothing)
         connection = group[1].agent.known_peer("worker0").connection
-        (call_id,) = group[1].agent.connector.links[0].inbound.running
+        (call_id,) = group[1].agent.connector.links[0].running
         read.clear()
         connection.send(with_pickle(kind, call_id, payload_of(kind), form))
         with pytest.raises((arpc.SerializationError, arpc.RemoteError)):

@@ -207,7 +207,7 @@ async def test_a_deadline_ends_a_call_and_not_its_batch(group, sizes, gate):
         arpc.rpc_async("worker1", functions.held_until_full, (n,), timeout=limit) for n, limit in ((0, 50), (1, 0))
     ]
     await gate.reached.wait()
-    runs = [run for link in group[1].agent.connector.links for run in link.inbound.running.values()]
+    runs = [run for link in group[1].agent.connector.links for run in link.running.values()]
     for run in runs:
         if run.timeout_ms:
             run.expire()  # its time is up

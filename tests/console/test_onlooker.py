@@ -125,7 +125,7 @@ async def test_of_what_it_asked_nothing_is_kept_where_calls_are_counted(group):
     async with Onlooker(address_of(group[0]), arpc.RpcOptions(secret=SECRET)) as onlooker:
         await onlooker.ask("group", 30.0)
         (link,) = [link for link in group[0].agent.connector.links if link.is_onlooker]
-        assert not link.inbound.is_busy
+        assert not link.is_busy
 
 
 async def test_only_so_many_of_its_questions_are_answered_at_once(group, monkeypatch):

@@ -170,7 +170,7 @@ async def test_what_is_too_much_is_counted(monkeypatch):
     monkeypatch.setattr(module, "_MAX_ROWS", 2)
     async with cluster(2) as group:
         futures = [arpc.rpc_async("worker1", waits) for _ in range(5)]
-        await turns_until(lambda: sum(len(link.inbound.running) for link in group[1].agent.connector.links) == 5)
+        await turns_until(lambda: sum(len(link.running) for link in group[1].agent.connector.links) == 5)
         worker = group[1].metrics.stack()
         assert len(worker.handlers) == 2
         assert worker.not_told >= 3

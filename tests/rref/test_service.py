@@ -132,7 +132,7 @@ async def test_a_creation_that_waits_can_run_out_of_time(group):
     # whoever is first to notice
     with pytest.raises(arpc.RRefCreationError, match=r"timed out|ran past its deadline"):
         await rref
-    await until(lambda: not any(link.inbound.running for link in group[1].agent.connector.links))
+    await until(lambda: not any(link.running for link in group[1].agent.connector.links))
     del objects.gates["gate"]
 
 

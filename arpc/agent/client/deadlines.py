@@ -126,6 +126,7 @@ class Timeouts:
         self._are_sent = are_sent
         self._default_s = default_s
         # Calls with the same timeout made at about the same time have the same tick: that is found once for all
+        self._of_default = _NONE_KEPT
         self._kept: dict[float, Deadline] = {}
 
     @property
@@ -136,15 +137,20 @@ class Timeouts:
     @default_s.setter
     def default_s(self, timeout_s: float) -> None:
         self._default_s = checked_timeout(timeout_s)
+        self._of_default = _NONE_KEPT
 
     def deadline(self, timeout: float | Unset) -> Deadline:
         """The deadline of a call that is made for no caller."""
-        timeout_s = self._default_s if timeout is UNSET else checked_timeout(timeout)
-        kept = self._kept.get(timeout_s, _NONE_KEPT)
+        kept = self._of_default if timeout is UNSET else self._kept.get(checked_timeout(timeout), _NONE_KEPT)
         if (now := self._time()) >= kept[2]:
-            if len(self._kept) > _MAX_KEPT:
-                self._kept.clear()
-            kept = self._kept[timeout_s] = self._find(now, timeout_s)
+            timeout_s = self._seconds(timeout)
+            kept = self._find(now, timeout_s)
+            if timeout is UNSET:
+                self._of_default = kept
+            else:
+                if len(self._kept) > _MAX_KEPT:
+                    self._kept.clear()
+                self._kept[timeout_s] = kept
         return kept
 
     def within(self, inherited: float | None, timeout: float | Unset, function: Any) -> Deadline:
@@ -154,13 +160,16 @@ class Timeouts:
         """
         if inherited is None:
             return self.deadline(timeout)
-        timeout_s = self._default_s if timeout is UNSET else checked_timeout(timeout)
+        timeout_s = self._seconds(timeout)
         now = self._time()
         left = inherited - now
         if left <= 0:
             text = f"no time is left to call {name_of(function)}: the caller's own deadline has passed"
             raise not_run(RpcTimeoutError(text))
         return self._find(now, min(timeout_s, left) if timeout_s else left)
+
+    def _seconds(self, timeout: float | Unset) -> float:
+        return self._default_s if timeout is UNSET else checked_timeout(timeout)
 
     def _find(self, now: float, timeout_s: float) -> Deadline:
         if not timeout_s:

@@ -51,7 +51,7 @@ class Receiver:
         if call is None or (items := call.items) is None or call.recipient.done():
             return
         if message.flags & ItemFlag.LAST:
-            items.end_arrived(message.arg, lambda: self.on_reply(link, message))
+            items.arrived(message.arg, lambda: self.on_reply(link, message))
             return
         try:
             value = self.result(link.peer.info, message) if message.body else None
@@ -65,7 +65,7 @@ class Receiver:
         """A call has raised, or did not run."""
         call = link.peer.calls.get(message.id)
         if call is not None and call.items is not None:
-            call.items.end_arrived(message.arg, lambda: self._fail(link, message))
+            call.items.arrived(message.arg, lambda: self._fail(link, message))
         else:
             self._fail(link, message)
 

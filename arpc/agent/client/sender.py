@@ -16,6 +16,7 @@ from arpc.agent.peers.peer import Peer, unsendable
 from arpc.agent.scope import WorkerScope, current_scope
 from arpc.agent.server.functions import Preparation, name_of
 from arpc.errors import OverloadedError, SerializationError, ShutdownError, not_run
+from arpc.wire.frames import HEADER_BYTES
 from arpc.wire.messages import RequestFlag
 from arpc.wire.metadata import Metadata, encode_metadata
 from arpc.wire.values.content import Content
@@ -88,19 +89,24 @@ class Sender:
                 number = self._define(call)
                 args, kwargs = call.args, call.kwargs  # which a preparation may have changed
             call.function_id = number
-        pickle, slots = b"", _NO_SLOTS
+        pickle, slots, size_bytes = b"", _NO_SLOTS, HEADER_BYTES
         if args or kwargs or not number:
             pickle, slots = self._pickle(peer, number, call.function, args, kwargs)
+            size_bytes += len(pickle)
             call.args = call.kwargs = None
             if kwargs:
                 call.flags |= _KWARGS
-        metadata = call.metadata
+        metadata, meta, tensors = call.metadata, b"", None
         if any(self._occasions) and not call.is_internal:
             metadata = self._intercepted(call, slots)
-        meta = encode_metadata(metadata) if metadata else b""
-        tensors = self._codec.pack(slots, len(pickle), peer.stager) if slots else None
+        if metadata:
+            meta = encode_metadata(metadata)
+            size_bytes += len(meta)
+        if slots:
+            tensors = self._codec.pack(slots, len(pickle), peer.stager)
+            size_bytes += tensors.size_bytes
         content = Content(pickle, meta, tensors)
-        call.size_bytes = content.size_bytes()
+        call.size_bytes = size_bytes
         if scope is not None:
             scope.call_begun(call.recipient)
         call_id = peer.calls.add(tick, call)

@@ -32,13 +32,10 @@ class ItemOrder:
         self._early: dict[int, Callable[[], None]] = {}
 
     def item_arrived(self, place: int, item: Any) -> None:
-        self._arrived(place, partial(self._take, item))
+        self.arrived(place, partial(self._take, item))
 
-    def end_arrived(self, place: int, end: Callable[[], None]) -> None:
-        """What comes behind the last item: ``place`` is how many there are."""
-        self._arrived(place, end)
-
-    def _arrived(self, place: int, step: Callable[[], None]) -> None:
+    def arrived(self, place: int, step: Callable[[], None]) -> None:
+        """What is to happen for an item, or behind the last one: then ``place`` is how many there are."""
         # the number in a message has 32 bits; what is behind came twice
         ahead = (place - self._next) & _PLACE_MASK
         if ahead:

@@ -268,6 +268,7 @@ class Observers(Interceptor):
             run.handling = _accept(
                 peer=peer, function=run.name, kind=Kind.CALL, id=run.id, headers=headers, observers=observers
             )
+            run.arrived_ns = run.arrived_ns or run.handling.accepted_ns
 
     def reply_sent(self, peer: WorkerInfo, meta: bytes, slots: list[Slot]) -> bytes | None:
         run = current_scope.get()
@@ -405,9 +406,7 @@ def _watched(function: Function, handling: Handling, steps: Steps | None) -> Fun
         result = call_stepped(steps, inner, *args, **kwargs)
         return Stepped(result, steps) if is_coroutine else step_result(steps, result)
 
-    watched = function.like(call)
-    watched.is_plain = False
-    return watched
+    return function.like(call)
 
 
 _KINDS: Final = {

@@ -12,14 +12,13 @@ from typing import Any, Protocol
 
 from arpc.agent.client.pending_calls import Call, CallSender
 from arpc.agent.hooks.observers import error_of
-from arpc.agent.server.replies import HandlerMeter
 
 __all__ = ["Meter", "TimedSender"]
 
 _now = time.perf_counter_ns
 
 
-class Meter(HandlerMeter, Protocol):
+class Meter(Protocol):
     """Is told how long things took. Called on the loop; must not raise."""
 
     def call_ended(self, peer: str, function: Any, duration_ns: int, error: BaseException | None) -> None:
@@ -27,6 +26,12 @@ class Meter(HandlerMeter, Protocol):
 
         ``function`` is what was called, the name of a method of a remote value, or the class of a feature's message.
         """
+
+    def handler_ended(self, caller: str, function: str, duration_ns: int) -> None:
+        """A request was answered, whatever the answer is."""
+
+    def handler_failed(self, caller: str, function: str, error: BaseException) -> None:
+        """A request will be answered with an error."""
 
 
 class TimedSender:

@@ -86,8 +86,8 @@ class Admission:
             raise Refused(
                 Refusal.DUPLICATE, f"worker {identity.name!r} has {MAX_THREADS} connections of threads already"
             )
-        left = main.inbound.limit - THREAD_HANDLERS
-        if left < max(self._agent.options.max_handlers_per_peer // 2, len(main.inbound.running)):
+        left = main.limit - THREAD_HANDLERS
+        if left < max(self._agent.options.max_handlers_per_peer // 2, len(main.running)):
             raise Refused(Refusal.DUPLICATE, f"worker {identity.name!r} may not have so many requests running")
 
     def _check_worker(self, identity: Identity, me: Identity) -> None:

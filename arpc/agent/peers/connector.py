@@ -156,8 +156,8 @@ class Connector:
         if main is None:
             _turn_away(connection, "the connection that it belongs to has ended")
             return
-        main.inbound.set_limit(main.inbound.limit - THREAD_HANDLERS)
-        main_by_value = main.inbound.main_by_value
+        main.set_limit(main.limit - THREAD_HANDLERS)
+        main_by_value = main.main_by_value
         self._links[connection] = Link(
             connection, main.peer, self.agent.deadlines, THREAD_HANDLERS, main_by_value=main_by_value, main=main
         )
@@ -179,12 +179,12 @@ class Connector:
         if isinstance(error, ProtocolError):
             name = peer.info.name
             logger.warning("the connection to worker %s was closed: %s", name, error, extra={"peer": name})
-        self.agent.observers.dropped(link.inbound)  # what it asked for and waits will not run
-        link.inbound.cancel_all()
+        self.agent.observers.dropped(link)  # what it asked for and waits will not run
+        link.cancel_all()
         if link.main is not None:
             # the peer still has the connection that it belongs to
             peer.accepted_from_threads.discard(connection)
-            link.main.inbound.set_limit(link.main.inbound.limit + THREAD_HANDLERS)
+            link.main.set_limit(link.main.limit + THREAD_HANDLERS)
             return
         for of_thread in self.links_of_threads(link):
             of_thread.connection.abort(error)
@@ -241,7 +241,7 @@ class Connector:
 
     def busy_links(self) -> bool:
         """Whether handlers run, or requests wait, for any peer. Onlookers are not waited for."""
-        return any(link.inbound.is_busy for link in self._links.values() if not link.is_onlooker)
+        return any(link.is_busy for link in self._links.values() if not link.is_onlooker)
 
     def statistics(self) -> dict[str, Any]:
         return {

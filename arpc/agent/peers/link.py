@@ -18,10 +18,8 @@ THREAD: Final = "line"
 """The feature of a further connection on which a thread of a worker makes its calls: it carries nothing else."""
 
 
-class Link:
-    """What the agent keeps about one connection."""
-
-    __slots__ = ("connection", "goodbye", "inbound", "is_onlooker", "main", "peer")
+class Link(Inbound):
+    """What the agent keeps about one connection: whose it is, and what it asked for."""
 
     def __init__(
         self,
@@ -34,9 +32,8 @@ class Link:
         is_onlooker: bool = False,
         main: Link | None = None,
     ) -> None:
-        self.connection = connection
+        super().__init__(connection, peer.info, deadlines, max_handlers=max_handlers, main_by_value=main_by_value)
         self.peer = peer
-        self.inbound = Inbound(connection, peer.info, deadlines, max_handlers=max_handlers, main_by_value=main_by_value)
         self.is_onlooker = is_onlooker
         """The peer is no worker, see `ONLOOKER`."""
         self.main = main

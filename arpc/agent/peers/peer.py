@@ -220,30 +220,35 @@ class Peer:
 
     # -- calls
 
-    def submit(self, call_id: int, call: Call, content: Content) -> None:
-        """Send a call now, or when there is a connection and room; `OverloadedError` if too many wait for that."""
-        connection = self.connection
-        if (
-            connection is not None
-            and not self.backlog
-            and not connection.is_congested
-            and self.in_flight_bytes + call.size_bytes <= self._clear_bytes
-        ):
-            self._send(connection, call_id, call, content)
-        else:
-            self._pass_or_wait(call_id, call, content)
+    def submit(self, call_id: int, call: Call, content: Content, *, may_pass: bool = False) -> None:
+        """Send a call now, or when there is a connection and room; `OverloadedError` if too many wait for that.
 
-    def _pass_or_wait(self, call_id: int, call: Call, content: Content) -> None:
-        """Send a call that finds something in its way, if it need not wait."""
+        ``may_pass``: it has room, and passes those that wait.
+        """
+        connection = self.connection
+        if connection is None or (
+            not may_pass
+            and (self.backlog or connection.is_congested or self.in_flight_bytes + call.size_bytes > self._clear_bytes)
+        ):
+            connection = self._way_past(call)
+            if connection is None:
+                self._wait(call_id, call, content)
+                return
+        self.in_flight_bytes += call.size_bytes
+        if self._max_in_flight:
+            self.in_flight_calls += 1
+            call.sent_at = self._deadlines.now()
+        call.connection = connection
+        call.bulk = connection.send_message(call.type, call.flags, call_id, call.function_id, call.timeout_ms, content)
+
+    def _way_past(self, call: Call) -> Connection | None:
+        """The connection for a call that finds something in its way; None if it has to wait."""
         if self._is_holding:
             self.drain()
-        connection, size_bytes = self.connection, call.size_bytes
+        size_bytes = call.size_bytes
         # small calls pass those that wait for room
         is_next = not self.backlog or size_bytes <= _SMALL_BYTES
-        if connection is not None and is_next and self._has_room(size_bytes):
-            self._send(connection, call_id, call, content)
-        else:
-            self._wait(call_id, call, content)
+        return self.connection if is_next and self._has_room(size_bytes) else None
 
     def _wait(self, call_id: int, call: Call, content: Content) -> None:
         """Keep a call until there is a connection, and room; `OverloadedError` if too many wait already."""
@@ -282,14 +287,6 @@ class Peer:
         # of calls that were given up, the bytes may still be here
         return connection is None or not connection.is_congested or connection.unsent_bytes <= limit
 
-    def _send(self, connection: Connection, call_id: int, call: Call, content: Content) -> None:
-        self.in_flight_bytes += call.size_bytes
-        if self._max_in_flight:
-            self.in_flight_calls += 1
-            call.sent_at = self._deadlines.now()
-        call.connection = connection
-        call.bulk = connection.send_message(call.type, call.flags, call_id, call.function_id, call.timeout_ms, content)
-
     def release(self, call: Call) -> None:
         """A call that was sent has ended: others may be sent in its place."""
         self.in_flight_bytes -= call.size_bytes
@@ -302,8 +299,7 @@ class Peer:
     def drain(self) -> None:
         """Send what waited or was held, as far as there is room."""
         was_held, self._is_holding = self._is_holding, False
-        connection = self.connection
-        while connection is not None and self.backlog:
+        while self.connection is not None and self.backlog:
             call_id, call = next(iter(self.backlog.items()))
             if not (is_done := call.recipient.done()) and not self._has_room(call.size_bytes):
                 return
@@ -316,7 +312,7 @@ class Peer:
             else:
                 content, call.content = call.content, None
                 assert content is not None  # it waited
-                self._send(connection, call_id, call, content)
+                self.submit(call_id, call, content, may_pass=True)
 
     def _comes_too_late(self, call_id: int) -> bool:
         """Whether a call that has waited has not enough time left to be answered: the peer would work in vain."""

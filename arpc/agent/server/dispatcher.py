@@ -12,7 +12,6 @@ from typing import Any, Final, Protocol
 from arpc import torchstate
 from arpc.agent.codec import Codec
 from arpc.agent.hooks.observers import Observers
-from arpc.agent.peers.link import Link
 from arpc.agent.scope import current_scope
 from arpc.agent.server.eager_tasks import EagerTasks
 from arpc.agent.server.functions import NOT_KNOWN, Function, Mode, Prompt, ResultSizes
@@ -40,7 +39,7 @@ _GENERATORS: Final = (Mode.GENERATOR, Mode.ASYNC_GENERATOR)
 _STREAM: Final = int(RequestFlag.STREAM)
 _now_ns = time.perf_counter_ns
 
-_Handle = Callable[[Link, Message], None]
+_Handle = Callable[[Inbound, Message], None]
 
 
 class CreationService(Protocol):
@@ -91,9 +90,8 @@ class Dispatcher:
 
     # -- the start of a request
 
-    def request_received(self, link: Link, message: Message) -> None:
+    def request_received(self, inbound: Inbound, message: Message) -> None:
         """Run a call, or keep it packed while its caller does not take replies or has too many others running."""
-        inbound = link.inbound
         if message.id == inbound.latest_id:
             return  # it came twice, and runs once
         inbound.latest_id = message.id
@@ -145,37 +143,46 @@ class Dispatcher:
     def launch(self, run: Run) -> None:
         """Run it in the way of its function."""
         mode = run.function.mode
-        if mode is not _COROUTINE:
-            # Arguments are built on the loop, to which interceptors belong; those of a coroutine in its first step
-            try:
-                if run.function.error is not None:
-                    raise run.function.error.with_traceback(None)
-                if mode in _GENERATORS and not run.is_stream and run.creation is None:
-                    raise TypeError(f"{run.name} is a generator: call it with arpc.stream")
-                run.context.run(prepare, run)
-                mode = run.function.mode  # the function may have come with them, or has to wait for one of them
-                if mode is _UNKNOWN:
-                    raise ProtocolError(f"call {run.id} brings no function")
-            except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
-                self.replies.refused(run, error)
-                return
+        if mode is _COROUTINE:
+            self.tasks.start(run)  # which builds its arguments
+            return
+        # Arguments are built on the loop, to which interceptors belong
+        try:
+            if mode is not _THREAD:
+                self._check(run)
+            run.context.run(prepare, run)
+            mode = run.function.mode  # the function may have come with them, or has to wait for one of them
+            if mode is not _THREAD:
+                self._check(run)
+        except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
+            self.replies.refused(run, error)
+            return
         if mode is _COROUTINE:
             self.tasks.start(run)
         elif mode is _THREAD:
             self._start_thread(run)
-        elif mode is _INLINE or run.is_stream or run.creation is not None:
-            self._run_inline(run)  # calling a generator function runs none of its code
         else:
-            self.replies.refused(run, TypeError(f"{run.name} is a generator: call it with arpc.stream"))
+            self._run_inline(run)  # calling a generator function runs none of its code
 
-    def refuse(self, link: Link, message: Message) -> None:
+    @staticmethod
+    def _check(run: Run) -> None:
+        """Raise why a request cannot run."""
+        function = run.function
+        if function.error is not None:
+            raise function.error.with_traceback(None)
+        if function.mode is _UNKNOWN and run.message is None:
+            raise ProtocolError(f"call {run.id} brings no function")
+        if function.mode in _GENERATORS and not run.is_stream and run.creation is None:
+            raise TypeError(f"{run.name} is a generator: call it with arpc.stream")
+
+    def refuse(self, inbound: Inbound, message: Message) -> None:
         """Answer a request that came too late: this worker is being closed."""
         error = ShutdownError(f"worker {self.name!r} is shutting down")
-        self.replies.fail(link.inbound, message.id, FailureKind.SHUTDOWN, error)
+        self.replies.fail(inbound, message.id, FailureKind.SHUTDOWN, error)
 
-    def reject(self, link: Link, message: Message, error: Exception) -> None:
+    def reject(self, inbound: Inbound, message: Message, error: Exception) -> None:
         """Answer a request with an error; nothing of it is looked at."""
-        self.replies.refused(self._run(link.inbound, NOT_KNOWN, message), error)
+        self.replies.refused(self._run(inbound, NOT_KNOWN, message), error)
 
     # -- messages of features
 
@@ -187,8 +194,8 @@ class Dispatcher:
         served.name = message_class.__name__
         served.is_service = True
 
-        def handle(link: Link, message: Message) -> None:
-            self.launch(self._run(link.inbound, served, message))
+        def handle(inbound: Inbound, message: Message) -> None:
+            self.launch(self._run(inbound, served, message))
 
         return handle
 
@@ -199,8 +206,7 @@ class Dispatcher:
         """
         kept = ResultSizes()  # what these functions return stays here
 
-        def handle(link: Link, message: Message) -> None:
-            inbound = link.inbound
+        def handle(inbound: Inbound, message: Message) -> None:
             run = self._run(inbound, inbound.function_of(message), message)
             run.results = kept
             try:
@@ -252,8 +258,7 @@ class Dispatcher:
             self.queue_of(inbound).submit(job)
         else:
             if (
-                function.is_plain
-                and not (self.is_watched or run.is_stream)  # no meter has to hear of its end
+                not (function.returns_future or run.is_stream or run.arrived_ns)  # nobody has to hear of its end
                 and (not run.meta or (run.creation is None and self.codec.replies_in_thread(run.meta)))
             ):
                 job.replies = inbound.thread_replies or self._share_writing(inbound)

@@ -64,10 +64,10 @@ def _drive(run: Run, waits_for: Any) -> Generator[Any, Any, Any]:
     coroutine: Any = run.coroutine
     if waits_for is _NOT_BEGUN:
         try:
-            waits_for = _step(run, lambda _: run.first_step(), None)
+            run.coroutine = coroutine = _step(run, lambda _: run.call(), None)
+            waits_for = _step(run, coroutine.send, None)
         except StopIteration as stop:
             return stop.value
-        coroutine = run.coroutine
     if run.task is not None and type(coroutine) is CoroutineType:
         # `python -m asyncio ps` sees frames of the Task, and none of the coroutine that is stepped by hand
         run.task.set_name(coroutine.__qualname__)
@@ -121,7 +121,6 @@ class EagerTasks:
         self._tasks: set[asyncio.Task[Any]] = set()
         self._starting = 0
         self._closed = False
-        self.steps_without_wait = 0
         self.carried = 0
 
     @torchstate.isolating_driver
@@ -138,7 +137,8 @@ class EagerTasks:
             return
         told: Callable[[Any, Any], None]
         try:
-            waits_for = run.context.run(run.first_step)
+            run.coroutine = coroutine = run.context.run(run.call)
+            waits_for = run.context.run(coroutine.send, None)
         except StopIteration as stop:
             told, outcome = run.host.replies.returned, stop.value
         except BaseException as error:  # noqa: BLE001 - it is the caller's
@@ -155,7 +155,6 @@ class EagerTasks:
             # The handler cancelled its own task: that must not reach the next one
             self.idle.pop()
             self._more()
-        self.steps_without_wait += 1
         told(run, outcome)
 
     def _carry_on(self, run: Run, waits_for: Any) -> None:
@@ -260,6 +259,5 @@ class EagerTasks:
     def statistics(self) -> dict[str, int]:
         return {
             "handlers_waiting": len(self._tasks) - len(self.idle) - self._starting,
-            "handlers_without_wait": self.steps_without_wait,
             "handlers_carried": self.carried,
         }

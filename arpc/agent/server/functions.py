@@ -122,8 +122,6 @@ class Function:
         # Makes the name of a request, see `named_by`; a user's object may raise when it is asked for one
         self.describe = getattr(call, _DESCRIBE, None) if type(call) is FunctionType else None
         self.returns_future = returns_futures(call)
-        # nothing but a function to be called in a thread
-        self.is_plain = self.mode is Mode.THREAD and not self.returns_future
         # what its coroutine returns is the result, whatever that is
         self.is_final = self.mode is Mode.COROUTINE and not self.returns_future
         self.quickness = Quickness()

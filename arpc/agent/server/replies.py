@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final, Protocol, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
 from arpc.agent.server.functions import Function, HandOver, Mode
 from arpc.agent.server.inbound import Inbound
@@ -26,9 +26,10 @@ from arpc.wire.values.content import Content
 from arpc.wire.values.packing import Slot
 
 if TYPE_CHECKING:
+    from arpc.agent.hooks.timing import Meter
     from arpc.agent.server.dispatcher import Dispatcher
 
-__all__ = ["HandlerMeter", "Replies", "TakesLoopError"]
+__all__ = ["Replies", "TakesLoopError"]
 
 logger = get_logger("arpc.executor")
 
@@ -47,16 +48,6 @@ class TakesLoopError(Exception):
     """An interceptor has something to do that belongs to the loop. The arguments are pickle and slots of the result."""
 
 
-class HandlerMeter(Protocol):
-    """Is told how long handlers take. Called on the loop; must not raise."""
-
-    def handler_ended(self, caller: str, function: str, duration_ns: int) -> None:
-        """A request was answered, whatever the answer is."""
-
-    def handler_failed(self, caller: str, function: str, error: BaseException) -> None:
-        """A request will be answered with an error."""
-
-
 class Replies:
     """Answers the requests of all peers of one worker, or has something else run in the place of what returned."""
 
@@ -67,31 +58,27 @@ class Replies:
         self.calls_ended = 0
         self.tell_failure: Callable[[str, BaseException], None] | None = None
         """Told the name of each function that fails here, and what it raised."""
-        self.meter: HandlerMeter | None = None
+        self.meter: Meter | None = None
 
     # -- results
 
     def returned(self, run: Run, result: Any) -> None:
         """A function has returned, or the coroutine of one."""
-        kind = type(result)
-        if kind is HandOver:
+        if type(result) is HandOver:
             self._hand_over(run, result)
-            return
-        if kind is not Content or run.creation is not None:  # else a thread, or a handler of ours, has encoded it
-            if (run.is_stream or not run.function.is_final) and self._goes_on(run, result):
-                return
-            if run.creation is not None:
-                self._keep(run, run.creation, result)
-                return
-            if run.meta:
-                self._reply_in_context(run, self.encode, result)
-                return
+        elif (run.is_stream or not run.function.is_final) and self._goes_on(run, result):
+            pass
+        elif run.creation is not None:
+            self._keep(run, run.creation, result)
+        elif run.meta:
+            self._reply_in_context(run, self.encode, result)
+        else:
             try:
-                result = _NOTHING if result is None else self.encode(run, result)
+                content = _NOTHING if result is None else self.encode(run, result)
             except BaseException as error:  # noqa: BLE001 - pickling runs user code; whatever it raises is the caller's
                 self.raised(run, error)
-                return
-        self._end(run, _REPLY, 0, 0, result)
+            else:
+                self.end(run, content)
 
     def _reply_in_context(self, run: Run, encode: Callable[..., Content], *result: Any) -> None:
         """Encode a result with what interceptors add, which may look at the context, and answer the request."""
@@ -100,7 +87,7 @@ class Replies:
         except BaseException as error:  # noqa: BLE001 - pickling runs user code; whatever it raises is the caller's
             self.raised(run, error)
         else:
-            self._end(run, _REPLY, 0, 0, content)
+            self.end(run, content)
 
     def pickled(self, run: Run, pickle: bytes, slots: list[Slot]) -> None:
         """A thread has pickled a result, and the rest takes the loop."""
@@ -111,14 +98,14 @@ class Replies:
         answer = creation.answer(run, result)
         run.keep(result)
         if answer is None and not run.meta:
-            self._end(run, _REPLY, 0, 0, _NOTHING)
+            self.end(run, _NOTHING)
             return
         try:
             content = run.context.run(self.encode, run, answer, self._codec.reply_sent)
         except BaseException:  # noqa: BLE001 - pickling runs user code; the caller's fetch of the value says what it raises
             self._reply_in_context(run, self.encode, TO_BE_FETCHED)
         else:
-            self._end(run, _REPLY, 0, 0, content)
+            self.end(run, content)
 
     def encode(self, run: Run, result: Any, intercept: _Intercept | None = None) -> Content:
         """The content of a reply, or of an item of a stream. Called in any thread.
@@ -223,7 +210,7 @@ class Replies:
 
     def stream_ended(self, run: Run) -> None:
         """All items of a stream have been sent."""
-        self._end(run, _ITEM, ItemFlag.LAST, run.items_sent & _PLACE_MASK, _NOTHING)
+        self.end(run, _NOTHING, _ITEM, ItemFlag.LAST, run.items_sent & _PLACE_MASK)
 
     # -- errors
 
@@ -265,8 +252,7 @@ class Replies:
                 text_of(error),
                 extra={"peer": run.caller.name, "call_id": run.id},
             )
-        content = self._encode_failure(run, error)
-        self._end(run, _FAILURE, kind, run.items_sent & _PLACE_MASK, content, error)
+        self.end(run, self._encode_failure(run, error), _FAILURE, kind, run.items_sent & _PLACE_MASK, error)
 
     def _encode_failure(self, run: Run, error: BaseException) -> Content:
         """The content of a failure. Whatever the error is, this makes one."""
@@ -289,22 +275,26 @@ class Replies:
 
     # -- the end
 
-    def _end(
-        self, run: Run, type_: int, flags: int, arg: int, content: Content, error: BaseException | None = None
+    def end(
+        self,
+        run: Run,
+        content: Content,
+        type_: int = _REPLY,
+        flags: int = 0,
+        arg: int = 0,
+        error: BaseException | None = None,
     ) -> None:
-        """The one place where a request ends, once."""
+        """The one place where a request ends, once: by a reply with this content, if nothing else is said."""
         if run.ended:
             return
         inbound = run.inbound
         run.ended = True
-        if run.handling is not None:
-            self._host.observers.ended(run, content.size_bytes(), error)
+        if run.arrived_ns:
+            self._tell_watchers(run, content, error)
         # A timer may keep the run's context for long: with it the calls it made, whose errors keep the handler's frames
         run.nested = None
         run.context = NO_CONTEXT
         self.calls_ended += 1
-        if run.arrived_ns and self.meter is not None:
-            self.meter.handler_ended(inbound.caller.name, run.name, _now_ns() - run.arrived_ns)
         if run.is_registered:
             self._forget(run)
         tensors = content.tensors
@@ -323,6 +313,12 @@ class Replies:
             return  # the caller knows: its own end of the connection is closed too
         if bulk is not None:
             inbound.reply_leaves(run.id, bulk)
+
+    def _tell_watchers(self, run: Run, content: Content, error: BaseException | None) -> None:
+        if run.handling is not None:
+            self._host.observers.ended(run, content.size_bytes(), error)
+        if self.meter is not None:
+            self.meter.handler_ended(run.caller.name, run.name, _now_ns() - run.arrived_ns)
 
     def _forget(self, run: Run) -> None:
         """A request that could be cancelled has ended."""

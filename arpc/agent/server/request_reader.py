@@ -44,7 +44,11 @@ def prepare(run: Run) -> None:
             codec.policy.check_code()
         slots = _NO_SLOTS if layout is None else layout.build(message.body, message.buffers)
         if message.meta_end > message.meta_start:
-            _receive_metadata(run, message, slots)
+            if run.meta is None:
+                run.meta = codec.metadata(message)
+            if run.is_stream:
+                run.credit = unpack_window(run.meta.pop(WINDOW, None))
+            codec.request_received(run.inbound.caller, run.meta, slots)
         content = codec.content(message, slots, run.inbound.caller)
         if not message.arg:
             call, content = content
@@ -71,15 +75,6 @@ def prepare(run: Run) -> None:
         run.function = _after(run.host, run.awaited_first, run.function)
     if run.handling is not None:
         run.function = run.host.observers.begin_handler(run, message)
-
-
-def _receive_metadata(run: Run, message: Message, slots: list[Any]) -> None:
-    meta = run.meta
-    if meta is None:
-        meta = run.meta = run.host.codec.metadata(message)
-    if run.is_stream:
-        run.credit = unpack_window(meta.pop(WINDOW, None))
-    run.host.codec.request_received(run.inbound.caller, meta, slots)
 
 
 def _after(host: Dispatcher, prerequisites: list[Awaitable[object]], function: Function) -> Function:

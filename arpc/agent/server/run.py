@@ -69,7 +69,7 @@ class Run(msgspec.Struct):
     meta: Metadata | None = None
     """What interceptors of the caller sent along."""
     coroutine: Coroutine[Any, Any, Any] | None = None
-    """None until `first_step` has begun."""
+    """None until the function of a coroutine has been called."""
     state: torchstate.SavedState | None = None
     """Torch's state of a coroutine that waits, if it is not the default."""
     task: asyncio.Task[Any] | None = None
@@ -140,13 +140,8 @@ class Run(msgspec.Struct):
 
     # -- its function, on the loop and in its context
 
-    def first_step(self) -> Any:
-        """Make the coroutine of the function, and send it None."""
-        self.coroutine = coroutine = self.call()
-        return coroutine.send(None)
-
     def call(self) -> Any:
-        """Call the function."""
+        """Call the function, once its arguments are built."""
         prepare(self)
         args, kwargs = self.args, self.kwargs
         if not (args or kwargs):

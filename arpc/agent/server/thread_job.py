@@ -98,7 +98,7 @@ class ThreadJob(msgspec.Struct):
             replies.raised(run, error)
         elif content is not None:
             run.keep(result)
-            replies.returned(run, content)
+            replies.end(run, content)
         elif self.pickled is not None:
             replies.pickled(run, *self.pickled)
         else:

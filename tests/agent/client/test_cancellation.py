@@ -209,7 +209,7 @@ async def clean_up_remotely() -> None:
 async def test_a_handler_cancelled_by_its_own_side_is_an_error_of_the_call(pair, stage):
     future = pair[0].rpc_async("worker1", hold)
     await stage.wait_until("held begun")
-    (run,) = [run for link in pair[1].agent.connector._links.values() for run in link.inbound.running.values()]
+    (run,) = [run for link in pair[1].agent.connector._links.values() for run in link.running.values()]
     run.task.cancel()
     with pytest.raises(CallCancelledError, match=r"hold was cancelled on worker 'worker1'"):
         await future

@@ -148,7 +148,7 @@ def test_plain_functions_end_in_every_way(run):
                 assert await call(nothing_in_thread) == [None] * count
                 assert await call(number_in_thread) == [7] * count
                 assert set(map(repr, await call(fail_in_thread))) == {"ValueError('on purpose')"}
-        inbound = link_between(there, here).inbound
+        inbound = link_between(there, here)
         assert len(seen) == 3 * 41
         assert threading.current_thread() not in seen
         assert there.agent.dispatcher.threads.statistics()["jobs_unfinished"] == 0
@@ -195,7 +195,7 @@ def test_cancelling_a_plain_function_ends_it_for_its_caller():
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            await until(lambda: not link_between(there, here).inbound.running)
+            await until(lambda: not link_between(there, here).running)
             gate.set()
 
     run_over_socket(main)

@@ -262,7 +262,7 @@ def test_steps_are_taken_in_order_whatever_order_they_come_in():
     taken: list[Any] = []
     order = ItemOrder(taken.append)
     order.item_arrived(2, "c")
-    order.end_arrived(4, lambda: taken.append("end"))
+    order.arrived(4, lambda: taken.append("end"))
     order.item_arrived(1, "b")
     assert taken == []
     order.item_arrived(0, "a")

@@ -244,13 +244,13 @@ class Flight:
 
     def __init__(self, peer: Peer) -> None:
         self.most = 0
-        send = peer._send
+        submit = peer.submit
 
-        def watch(*args: Any) -> None:
-            send(*args)
+        def watch(*args: Any, **options: Any) -> None:
+            submit(*args, **options)
             self.most = max(self.most, peer.in_flight_bytes)
 
-        peer._send = watch
+        peer.submit = watch
 
 
 async def test_bytes_in_flight_stay_within_the_window():

@@ -21,9 +21,7 @@ from tests.agent.stage import echo, echo_in_thread, echo_later, hold, hold_in_th
 
 def inbound_of(group: Cluster, callee: int = 1, caller: str = "worker0") -> Inbound:
     """What one worker keeps of the requests of another."""
-    (inbound,) = [
-        link.inbound for link in group[callee].agent.connector._links.values() if link.peer.info.name == caller
-    ]
+    (inbound,) = [link for link in group[callee].agent.connector._links.values() if link.peer.info.name == caller]
     return inbound
 
 

@@ -117,6 +117,28 @@ def test_many_with_the_same_timeout_share_a_look(desk):
     assert not desk.alarms
 
 
+def test_others_with_the_timeout_of_the_first_need_no_look_of_their_own(desk, monkeypatch):
+    looks = []
+    look_for_expired = desk.inbound._look_for_expired
+    monkeypatch.setattr(desk.inbound, "_look_for_expired", lambda due: (looks.append(due), look_for_expired(due)))
+    for number in range(100):
+        desk.begin(number, 60)
+        desk.pass_time(1e-3)
+    assert len(looks) == 1
+
+
+@pytest.mark.parametrize("first_s", [0.05, 1, 60])
+@pytest.mark.parametrize("second_s", [0.05, 1, 60])
+@pytest.mark.parametrize("between", [0.0, 0.3, 0.99])
+def test_none_ends_late_because_of_another(desk, first_s, second_s, between):
+    desk.begin(1, first_s)
+    desk.pass_time(between * first_s)
+    run = desk.begin(2, second_s)
+    assert run.due is not None
+    desk.pass_time(run.due + second_s / 64 + 0.01 - desk.now)
+    assert 2 in desk.ended
+
+
 def test_nothing_is_looked_for_after_the_end_of_the_connection(desk):
     desk.begin(1, 1)
     desk.inbound.cancel_all()

@@ -43,7 +43,7 @@ async def test_calls_that_there_is_no_room_for_are_refused():
         gate[0].set()
         assert await asyncio.gather(*waiting) == [1] * 5
         (link,) = (link for link in group[1].agent.connector.links if link.peer.info.name == "worker0")
-        assert link.inbound.waiting_bytes == 0
+        assert link.waiting_bytes == 0
 
 
 async def test_requests_that_wait_take_a_bounded_amount_of_memory():
@@ -57,7 +57,7 @@ async def test_requests_that_wait_take_a_bounded_amount_of_memory():
         done, waiting = await asyncio.wait(calls, return_when=asyncio.FIRST_COMPLETED)
         assert isinstance(done.pop().exception(), arpc.OverloadedError)
         (link,) = (link for link in group[1].agent.connector.links if link.peer.info.name == "worker0")
-        assert link.inbound.waiting_bytes <= request_queue._WINDOWS * (1 << 16) + (1 << 18)
+        assert link.waiting_bytes <= request_queue._WINDOWS * (1 << 16) + (1 << 18)
         gate[0].set()
         results = await asyncio.gather(*waiting, return_exceptions=True)
         assert 1 in results

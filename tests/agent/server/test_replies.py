@@ -128,7 +128,7 @@ async def test_none_takes_no_pickle(desk):
 
 
 async def test_content_that_is_encoded_is_sent_as_it_is(desk):
-    desk.replies.returned(desk.run(), Content(b"encoded"))
+    desk.replies.end(desk.run(), Content(b"encoded"))
     assert [pickle for *_, pickle in desk.connection.sent] == [b"encoded"]
 
 
@@ -217,7 +217,7 @@ async def test_other_ends_leave_the_calls_it_made_alone(desk):
 
 ENDS: dict[str, Callable[[Replies, Run], None]] = {
     "returned": lambda replies, run: replies.returned(run, 1),
-    "encoded": lambda replies, run: replies.returned(run, Content(b"")),
+    "encoded": lambda replies, run: replies.end(run, Content(b"")),
     "stream ended": lambda replies, run: replies.stream_ended(run),
     "raised": lambda replies, run: replies.raised(run, ValueError("on purpose")),
     "cancelled": lambda replies, run: replies.raised(run, asyncio.CancelledError()),

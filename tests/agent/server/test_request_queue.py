@@ -131,7 +131,7 @@ async def test_small_calls_end_while_large_results_wait(kind, is_known):
         for each in large:
             assert len(await each) == LARGE_BYTES
         await assert_nothing_left(group)
-        assert not link_of(group).inbound.queue.is_waited_for
+        assert not link_of(group).queue.is_waited_for
 
 
 @pytest.mark.parametrize("kind", ["def", "async def", "method", "async method"])
@@ -189,7 +189,7 @@ async def test_what_waits_for_room_can_be_cancelled(kind):
         begun.clear()
         shared_memory = BusySharedMemory(link_of(group).connection)
         large = [LARGE_CALLS[kind](group[0], store) for _ in range(20)]
-        inbound = link_of(group).inbound
+        inbound = link_of(group)
         await until(lambda: bool(inbound.queue and inbound.queue.is_waited_for))
         await group[0].rpc_sync("worker1", echo)
         for each in large[::2]:

@@ -124,7 +124,7 @@ async def test_a_slow_function_does_not_hold_up_the_others(pair, stage):
 async def test_a_function_that_is_cancelled_as_it_begins_still_has_its_context(pair, stage, monkeypatch):
     """It may have looked just before the loop ended it; the context it would find then is everybody's."""
     (link,) = pair[1].agent.connector.links
-    run = Run(pair[1].agent.dispatcher, link.inbound, Function(variable.get), 1, 0, copy_context())
+    run = Run(pair[1].agent.dispatcher, link, Function(variable.get), 1, 0, copy_context())
     run.context.run(variable.set, "its own")
 
     def cancelled() -> float:
@@ -597,12 +597,12 @@ async def test_few_calls_of_what_is_known_to_be_quick_are_measured(pair, monkeyp
 
     monkeypatch.setattr("arpc.agent.server.thread_job._clock", count)
     for number in range(64):
-        job = ThreadJob(Run(dispatcher, link.inbound, function, number, 0, copy_context(), args=("",)))
+        job = ThreadJob(Run(dispatcher, link, function, number, 0, copy_context(), args=("",)))
         assert job.work() == job.finish
     assert times == 2 * 4
     assert function.quickness.is_quick
     times = 0
-    job = ThreadJob(Run(dispatcher, link.inbound, function, 0, 0, copy_context(), args=(0,)))  # which has no length
+    job = ThreadJob(Run(dispatcher, link, function, 0, 0, copy_context(), args=(0,)))  # which has no length
     assert job.work() == job.finish
     assert times == 2, "those that fail take their time, too"
     assert isinstance(job.error, TypeError)

@@ -191,7 +191,7 @@ async def test_requests_that_wait_for_room_get_it_when_a_thread_has_answered():
         async with asyncio.timeout(20):
             assert await asyncio.gather(*calls) == [*range(200)]
         (link,) = group[1].agent.connector.links
-        assert not link.inbound.waiting
+        assert not link.waiting
 
 
 async def test_a_call_that_is_cancelled_in_its_thread_is_counted_once(make_stage):
@@ -453,7 +453,7 @@ def test_a_peer_that_is_moved_is_noticed(caller, replies):
 async def test_a_socket_knows_whether_its_peer_is_elsewhere(monkeypatch):
     async with socket_pair() as group:
         await group[0].rpc_sync("worker1", echo_in_thread)
-        (inbound,) = [link.inbound for link in group[1].agent.connector.links]
+        (inbound,) = group[1].agent.connector.links
         for cpus, is_elsewhere in (({0}, False), ({0, 1}, True)):
             monkeypatch.setattr("arpc.transport.busy_poll._own_cpus", lambda cpus=cpus: cpus)
             monkeypatch.setattr("os.sched_getaffinity", lambda _, cpus=cpus: cpus, raising=False)

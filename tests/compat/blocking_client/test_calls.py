@@ -283,7 +283,7 @@ async def test_a_callee_that_cancels_is_heard(stage: Stage):
         assert left_s is not None
         assert 0 < left_s <= QUIET.rpc_timeout
         for link in links_of(group):
-            link.inbound.cancel_all()
+            link.cancel_all()
         with pytest.raises(CallCancelledError):
             await call
 
@@ -559,10 +559,10 @@ async def test_a_peer_may_have_so_many_thread_connections_and_no_more():
 
 async def test_thread_connections_take_their_share_of_the_requests_that_a_peer_may_have_running():
     async with two(QUIET.replace(max_handlers_per_peer=4 * THREAD_HANDLERS)) as (group, threads):
-        (main,) = [link.inbound for link in group[1].agent.connector.links if not link.is_of_thread]
+        (main,) = [link for link in group[1].agent.connector.links if not link.is_of_thread]
         another = await threads.calls.connect(threads.peer)
         await until(lambda: len(links_of(group)) == 2)
-        assert [link.inbound.limit for link in links_of(group)] == [THREAD_HANDLERS] * 2
+        assert [link.limit for link in links_of(group)] == [THREAD_HANDLERS] * 2
         assert main.limit == 2 * THREAD_HANDLERS
         with pytest.raises(WireError, match="may not have so many requests running"):
             await threads.calls.connect(threads.peer)

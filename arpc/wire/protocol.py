@@ -196,7 +196,7 @@ class Protocol:
                     continue
                 message = cls(flags, id_, arg, timeout_ms, self.buffer[body_start:stop])
                 if schema or meta_size:
-                    self._find_parts(message, schema, meta_size, 0)
+                    self._split(message, schema, meta_size, 0)
                 messages.append(message)
                 start = stop
         except HandshakeError as error:
@@ -251,19 +251,25 @@ class Protocol:
 
     # -- frames
 
-    def _find_parts(self, message: Message, schema: int, meta_size: int, n_buffers: int) -> None:
-        """Find where the parts of a body are that has tensors or metadata. Memory for large tensors comes later."""
-        start = 8 * n_buffers
+    def _split(self, message: Message, schema: int, meta_size: int, start: int) -> None:
+        """Split a body that has more than one part. Memory for large tensors comes later, their sizes end at ``start``.
+
+        These come after the small tensors.
+        """
+        memory = message.body
         if schema:
             layout = self._layouts.get(schema)
             if layout is None:
-                layout, message.body = self._split_one_off(schema, message.body)
+                layout, memory = self._split_one_off(schema, memory)
             message.layout = layout
             start += layout.inline_bytes
-        message.meta_start = start
-        message.meta_end = end = start + meta_size
-        if end > len(message.body) or meta_size > self._limits.header_bytes:
+        end = start + meta_size
+        if end > len(memory) or meta_size > self._limits.header_bytes:
             raise ProtocolError("the parts of a frame are longer than the frame, or than the limit")
+        message.memory = view = memoryview(memory)
+        message.body = view[end:]
+        if meta_size:
+            message.meta = view[start:end]
 
     def _parse_special(self, start: int, end: int, messages: list[Message]) -> tuple[int, int, bool]:
         """Take a frame that is no small message of an open connection, or is not complete.
@@ -293,7 +299,8 @@ class Protocol:
         """Take a whole frame of any type but DATA."""
         _, type_, flags, n_buffers, id_, arg, timeout_ms, meta_size, schema = header
         message = MESSAGE_CLASSES[type_](flags, id_, arg, timeout_ms, body)
-        self._find_parts(message, schema, meta_size, n_buffers)
+        if schema or meta_size or n_buffers:
+            self._split(message, schema, meta_size, 8 * n_buffers)
         self._receive_special(message, n_buffers, messages)
 
     # -- schemas
@@ -307,9 +314,9 @@ class Protocol:
         table, start = frames.split_table(body)
         return self._read_layout(table), memoryview(body)[:start]
 
-    def _receive_schema(self, message: Message, n_buffers: int) -> None:
+    def _receive_schema(self, message: Message) -> None:
         """The peer announces how the tensors of later messages are laid out."""
-        if n_buffers or message.meta_end or message.layout is not None:
+        if message.memory:
             raise ProtocolError("a schema was announced in a message that has tensors or metadata")
         number, table = message.arg, bytes(message.body)
         self._schema_bytes += len(table)
@@ -337,8 +344,8 @@ class Protocol:
     # -- large tensors
 
     def _begin_assembly(self, message: Message, n_buffers: int, messages: list[Message]) -> None:
-        start = message.meta_start - 8 * n_buffers
-        sizes = frames.buffer_sizes_of(message.body, start, n_buffers, self._limits)
+        start = 0 if message.layout is None else message.layout.inline_bytes
+        sizes = frames.buffer_sizes_of(message.memory, start, n_buffers, self._limits)
         if (complete := self._inbox.begin(message, sizes)) is not None:
             messages.append(complete)
 
@@ -390,17 +397,17 @@ class Protocol:
             self._set_state(State.CLOSING)
             messages.append(message)
         elif type_ == _SCHEMA:
-            self._receive_schema(message, n_buffers)
+            self._receive_schema(message)
         elif type_ < _FIRST_OF_CALLS:
-            self._receive_about_memory(message, n_buffers, messages)
+            self._receive_about_memory(message, messages)
         elif n_buffers:
             self._begin_assembly(message, n_buffers, messages)
         else:
             messages.append(message)
 
-    def _receive_about_memory(self, message: Message, n_buffers: int, messages: list[Message]) -> None:
+    def _receive_about_memory(self, message: Message, messages: list[Message]) -> None:
         type_ = message.type
-        if type_ < _ARENA or self.lender is None or n_buffers or message.meta_end:
+        if type_ < _ARENA or self.lender is None or message.memory:
             raise ProtocolError(f"{type_.name} is out of place in an open connection")
         if type_ != _LENT:
             self.lender.message_received(message)

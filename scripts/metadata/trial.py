@@ -190,7 +190,7 @@ class Trial:
 
         def read() -> None:
             for message in self._received(data):
-                _ = message.meta, message.pickle, message.size_bytes
+                _ = message.meta, message.body, message.size_bytes
 
         return read
 

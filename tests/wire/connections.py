@@ -145,9 +145,9 @@ def heard(message: Message) -> Spoken:
         message.arg,
         message.timeout_ms,
         bytes(message.meta),
-        bytes(message.pickle),
+        bytes(message.body),
         tuple(map(bytes, message.buffers)),
-        None if layout is None else bytes(message.body[: layout.inline_bytes]),
+        None if layout is None else bytes(message.memory[: layout.inline_bytes]),
     )
 
 

@@ -20,7 +20,6 @@ from arpc.wire.messages import RequestFlag
 from arpc.wire.metadata import Metadata, encode_metadata
 from arpc.wire.values.content import Content
 from arpc.wire.values.packing import Slot
-from arpc.wire.values.schemas import PackedTensors
 
 __all__ = ["Prepared", "Sender", "as_arguments", "as_keywords"]
 
@@ -98,14 +97,13 @@ class Sender:
         if any(self._occasions) and not call.is_internal:
             metadata = self._intercepted(call, slots)
         meta = encode_metadata(metadata) if metadata else b""
-        tensors = self._codec.pack(slots, len(pickle), peer.stager) if slots else None
-        content = Content(pickle, meta, tensors)
+        content = self._codec.pack(slots, pickle, meta, peer.stager) if slots else Content(meta + pickle, len(meta))
         call.size_bytes = content.size_bytes()
         if scope is not None:
             scope.call_begun(call.recipient)
         call_id = peer.calls.add(tick, call)
-        if tensors is not None and tensors.waits:
-            self._submit_when_filled(peer, call_id, call, content, tensors)
+        if content.waits:
+            self._submit_when_filled(peer, call_id, call, content)
         elif call.is_held:
             peer.hold(call_id, call, content)
         else:
@@ -140,9 +138,7 @@ class Sender:
                     metadata[interceptor.key] = added
         return metadata
 
-    def _submit_when_filled(
-        self, peer: Peer, call_id: int, call: Call, content: Content, tensors: PackedTensors
-    ) -> None:
+    def _submit_when_filled(self, peer: Peer, call_id: int, call: Call, content: Content) -> None:
         """Send a call once its tensors have been copied from devices. It may have ended by then."""
 
         def filled(failure: SerializationError | None) -> None:
@@ -157,7 +153,7 @@ class Sender:
                 except OverloadedError as error:
                     call.recipient.set_exception(error)
 
-        self._codec.when_filled(tensors, filled)
+        self._codec.when_filled(content, filled)
 
     # -- arguments
 

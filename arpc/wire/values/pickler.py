@@ -95,15 +95,14 @@ def _dumps_flat(values: tuple[Any, ...] | list[Any]) -> tuple[bytes, list[Slot]]
         return None
     if Tensor not in kinds:
         return _dumps(values, protocol=5), []
-    pickled: Any = [*map(_STANDS_FOR.get, map(type, flat), flat)]
-    slots: list[Slot] = [*compress(flat, map(is_, pickled, repeat(HOLE)))]
+    slots: list[Slot] = [*flat] if len(kinds) == 1 else [*compress(flat, map(is_, map(type, flat), repeat(Tensor)))]
     count = len(slots)
-    if count > 1 and (count > _MAX_CONSTANT or len(set(map(id, slots))) < count):
+    if count > 1 and (count > _MAX_CONSTANT or len({*map(id, slots)}) < count):
         return None
-    if type(flat) is tuple:
-        if len(kinds) == 1:
-            return _pickle_of_tensors(count), slots
-        pickled = tuple(pickled)
+    if count == len(flat) and type(flat) is tuple:
+        return _pickle_of_tensors(count), slots
+    pickled: Any = map(_STANDS_FOR.get, map(type, flat), flat)
+    pickled = tuple(pickled) if type(flat) is tuple else [*pickled]
     if flat is not values:
         pickled = (pickled,) if type(values) is tuple else [pickled]
     return _dumps(pickled, protocol=5, buffer_callback=not_), slots

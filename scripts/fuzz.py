@@ -61,7 +61,7 @@ def make_frames() -> Callable[[bytes], None]:
                 _ = message.meta, message.body, message.size_bytes
                 if message.layout is not None:
                     with contextlib.suppress(ProtocolError, SerializationError):
-                        message.layout.build(message.body, message.buffers)
+                        message.layout.build(message.memory, message.buffers)
                 if message.meta:
                     decode_metadata(message.meta)
         except ProtocolError:

@@ -13,7 +13,7 @@ from functools import partial
 from typing import Final
 from typing import Protocol as TypingProtocol
 
-from arpc.errors import ConnectionClosedError, HandshakeError, ProtocolError
+from arpc.errors import HandshakeError, ProtocolError
 from arpc.wire import frames
 from arpc.wire.frames import HEADER, HEADER_BYTES, ONE_OFF, Header, Limits, frame
 from arpc.wire.handshake import MAX_HANDSHAKE_BYTES, Handshake, Identity, Role
@@ -60,12 +60,6 @@ class State(Enum):
 
 
 _CLOSED: Final = State.CLOSED
-_TRANSITIONS: Final = {
-    State.HANDSHAKE: {State.OPEN, State.CLOSED},
-    State.OPEN: {State.CLOSING, State.CLOSED},
-    State.CLOSING: {State.CLOSING, State.CLOSED},
-    State.CLOSED: {State.CLOSED},
-}
 
 
 class Lender(TypingProtocol):
@@ -116,7 +110,6 @@ class Protocol:
         A getattr whose default is the size hint that asyncio passes: no line of Python runs for it.
         """
         self._target_filled: Callable[[list[Message]], None] | None = None
-        self._large_body_bytes = 0
         self._inbox = Inbox(self._allocate)
         """Shared by a main connection and its lanes."""
         self._is_lane = False
@@ -127,7 +120,7 @@ class Protocol:
     @property
     def is_between_frames(self) -> bool:
         """Whether nothing has arrived in part."""
-        return not (self._inbox.waiting or self._end or self._large_body_bytes)
+        return not (self._inbox.waiting or self._end or self._target is not None)
 
     @property
     def role(self) -> Role:
@@ -160,17 +153,16 @@ class Protocol:
         """The last message of a connection that is closed on purpose; nothing if it is not open."""
         if self.state is not State.OPEN:
             return b""
-        self._set_state(State.CLOSING)
+        self.state = State.CLOSING
         return frame(_GOODBYE, 0, 0, 0, 0, reason.encode()[:_MAX_GOODBYE_BYTES])
 
     def close(self) -> None:
         """Forget what has not arrived in full. May be called at any time, and again."""
-        self._set_state(State.CLOSED)
+        self.state = _CLOSED
         self._inbox.clear()
         self._target = None
         self._next = self._view
         self._target_filled = None
-        self._large_body_bytes = 0
         self._end = 0
         self._has_rest = True
 
@@ -334,12 +326,7 @@ class Protocol:
         available = end - body_start
         view[:available] = self._view[body_start:end]
         self._target = view[available:]
-        self._target_filled = partial(self._finish_large_body, header, body)
-        self._large_body_bytes = header.length
-
-    def _finish_large_body(self, header: Header, body: bytearray, messages: list[Message]) -> None:
-        self._large_body_bytes = 0
-        self._receive_frame(header, body, messages)
+        self._target_filled = partial(self._receive_frame, header, body)
 
     # -- large tensors
 
@@ -394,7 +381,7 @@ class Protocol:
             if self._inbox.waiting.pop(message.id, None) is None:
                 raise ProtocolError(f"DROP_DATA for frame {message.id}, which waits for none")
         elif type_ == _GOODBYE:
-            self._set_state(State.CLOSING)
+            self.state = State.CLOSING
             messages.append(message)
         elif type_ == _SCHEMA:
             self._receive_schema(message)
@@ -419,7 +406,7 @@ class Protocol:
         messages.append(assembly.message)
 
     def _open(self) -> None:
-        self._set_state(State.OPEN)
+        self.state = State.OPEN
         self._limits = self._open_limits
         # what came right behind the handshake stays where it is
         self._set_buffer(self.buffer.ljust(RECEIVE_BYTES, b"\0"))
@@ -434,19 +421,3 @@ class Protocol:
     def _answer(self, data: bytes) -> None:
         if data:
             self.output.append(data)
-
-    def _set_state(self, state: State) -> None:
-        if state not in _TRANSITIONS[self.state]:
-            if self.state is State.CLOSED:
-                raise ConnectionClosedError("the connection is closed")
-            raise ProtocolError(f"a connection cannot go from {self.state.name} to {state.name}")
-        self.state = state
-
-    def statistics(self) -> dict[str, int]:
-        """What is kept for messages that have not arrived in full."""
-        assemblies = self._inbox.waiting.values()
-        return {
-            "messages_incomplete": len(assemblies) + bool(self._large_body_bytes),
-            "bytes_incomplete": sum(buffer.nbytes for assembly in assemblies for buffer in assembly.buffers.values())
-            + self._large_body_bytes,
-        }

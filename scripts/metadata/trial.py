@@ -125,7 +125,7 @@ class Trial:
         def read() -> None:
             for message in self._received(data):
                 if message.layout is not None:
-                    for slot in message.layout.build(message.body, message.buffers):
+                    for slot in message.layout.build(message.memory, message.buffers):
                         self._use(slot, (message.body, *message.buffers))
 
         return read

@@ -126,7 +126,7 @@ class Trial:
             for message in self._received(data):
                 if message.layout is not None:
                     for slot in message.layout.build(message.memory, message.buffers):
-                        self._use(slot, (message.body, *message.buffers))
+                        self._use(slot, (message.memory, *message.buffers))
 
         return read
 

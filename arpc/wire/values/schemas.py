@@ -131,8 +131,8 @@ class Schema:
         if any(map(_offset_of, tensors)):
             offsets = [*map(mul, map(_offset_of, tensors), self._item_sizes)]
             bases, lengths = [*map(sub, addresses, offsets)], map(sub, lengths, offsets)
-        # tensors of one storage have one base
-        if any(map(lt, lengths, self._spans)) or (len(bases) > 1 and len({*bases}) < len(bases)):
+        # tensors of one storage have one base, and that of autograd's zeros, which have no memory, is 0
+        if 0 in bases or any(map(lt, lengths, self._spans)) or (len(bases) > 1 and len({*bases}) < len(bases)):
             return None
         places: Iterable[slice] = map(slice, addresses, map(add, addresses, self._spans))
         if self._is_mixed:

@@ -269,6 +269,17 @@ def test_a_tensor_whose_memory_was_cut_short_is_not_read_beyond_it(packer, size,
             packer.pack([tensor, torch.ones(3)])
 
 
+def test_zeros_without_memory_are_sent_although_such_tensors_were_sent_before(packer):
+    for rounds in range(4):
+        for _ in range(rounds):
+            packer.pack([torch.ones(2, 2)])
+            packer.pack([torch.ones(2, 2), torch.ones(3)])
+        zeros = torch._efficientzerotensor(2, 2)
+        for sent in ([zeros], [zeros, torch.ones(3)], [zeros[1:], torch.ones(3)]):
+            for arrived, tensor in zip(unpacked(packer.pack(sent)), sent, strict=True):
+                assert arrived.tolist() == tensor.tolist()
+
+
 def test_fortran_order_arrays_keep_their_memory(packer):
     array = np.asfortranarray(np.arange(6.0).reshape(2, 3))
     for _ in range(3):

@@ -40,7 +40,7 @@ _LOADED: Final = frozenset(("nested", "quantized", "archive"))
 _SMALL: Final = 1 << 12
 _LARGEST: Final = 1 << 24
 _WIDTHS: Final = (32, 8, 8, 16, 64, 32, 32, 32, 32)
-_Memory = bytearray | memoryview
+_Memory = bytes | bytearray | memoryview
 _Read = Callable[[], None]
 
 

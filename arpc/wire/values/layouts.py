@@ -106,9 +106,8 @@ class Layout:
         if len(memory) < self.inline_bytes:
             raise ProtocolError("the inline tensors of a message are larger than the message")
         try:
-            inline = self._inline
-            if inline is not None:
-                shapes, dtypes, offsets = inline
+            if self._inline is not None:
+                shapes, dtypes, offsets = self._inline
                 tensors = [*map(_from_numpy, map(_ndarray, shapes, dtypes, repeat(memory), offsets))]
                 for number in self._requiring_grad:
                     tensors[number].requires_grad_()

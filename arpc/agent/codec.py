@@ -17,11 +17,12 @@ from arpc.ids import WorkerInfo
 from arpc.wire.frames import MAX_BODY_BYTES
 from arpc.wire.messages import Message
 from arpc.wire.metadata import Metadata, decode_metadata
+from arpc.wire.values.content import Content
 from arpc.wire.values.device_staging import Stager
 from arpc.wire.values.packing import Slot
 from arpc.wire.values.pickler import Pickler, Reducer
 from arpc.wire.values.policy import UNRESTRICTED, Policy
-from arpc.wire.values.schemas import PackedTensors, Packer
+from arpc.wire.values.schemas import Packer
 
 __all__ = ["Codec", "decode_metadata"]
 
@@ -52,35 +53,18 @@ class Codec:
         self._keys_in_threads = {interceptor.key for interceptor in interceptors if interceptor.replies_in_threads}
         self.max_pickle_bytes = max_body_bytes * 7 // 8
         """The largest pickle that is sent. Room is left for metadata and for what describes tensors."""
-        self._max_body_bytes = max_body_bytes
-        self._packer = Packer(min(inline_tensor_bytes, max_body_bytes // 64))
-        self._packer_of_many = Packer(0)
-        """For more small tensors than a body may have: they follow as large ones do."""
+        self.pack = Packer(inline_tensor_bytes, max_body_bytes).pack
+        """The content of a message with tensors. The stager, if any, is one of `stager_to` and `stager_back`."""
         self._placement = placement
         self.knows_devices = placement is not None
         """There is more than the CPU here: tensors may have to be staged."""
 
     # -- encoding
 
-    def pack(self, slots: Sequence[Slot], pickle_bytes: int, stager: Stager | None = None) -> PackedTensors:
-        """The tensors of a message whose pickle has so many bytes. The stager is one of `stager_to` and `stager_back`.
-
-        Raises `SerializationError` for what cannot travel, or if there is more of it than a peer takes.
-        """
-        packed = self._packer.pack(slots, stager)
-        if packed.schema.body_bytes + pickle_bytes > self._max_body_bytes:
-            packed = self._packer_of_many.pack(slots, stager)
-            if len(packed.schema.table) + 8 * len(packed.buffers) + pickle_bytes > self._max_body_bytes:
-                raise SerializationError(
-                    f"what describes {len(slots)} tensors and the objects around them takes more bytes than are taken, "
-                    f"{self._max_body_bytes}: send them in parts, or raise RpcOptions.max_body_bytes"
-                )
-        return packed
-
-    def when_filled(self, tensors: PackedTensors, then: Callable[[SerializationError | None], None]) -> None:
+    def when_filled(self, content: Content, then: Callable[[SerializationError | None], None]) -> None:
         """Call back on the loop once tensors that are copied from devices are in host memory, or could not be."""
         assert self._placement is not None  # nobody else has devices
-        self._placement.when_filled(tensors.waits, then)
+        self._placement.when_filled(content.waits, then)
 
     def stager_to(self, worker: str) -> Stager | None:
         """For the arguments of calls to a worker; None if nothing but the CPU is known here."""
@@ -99,22 +83,20 @@ class Codec:
     def slots(message: Message) -> list[Any]:
         """The tensors of a message. Raises `ProtocolError` or `SerializationError`."""
         layout = message.layout
-        return _NO_SLOTS if layout is None else layout.build(message.body, message.buffers)
+        return _NO_SLOTS if layout is None else layout.build(message.memory, message.buffers)
 
     def metadata(self, message: Message) -> Metadata:
         """What interceptors of the peer added. Raises `ProtocolError`."""
-        return decode_metadata(message.meta) if message.meta_end > message.meta_start else _NO_METADATA
+        return decode_metadata(message.meta) if message.meta else _NO_METADATA
 
     def content(self, message: Message, slots: list[Any], sender: WorkerInfo) -> Any:
         """The object in a message, None if there is none. Raises whatever unpickling raises."""
-        start, body = message.meta_end, message.body
-        if start:
-            body = memoryview(body)[start:]
+        body = message.body
         return self.read(body, slots, sender) if body else None
 
     def function(self, message: Message, sender: WorkerInfo) -> Any:
         """What a peer will call by number. Raises whatever unpickling raises."""
-        return self.policy.function(message.pickle, sender)
+        return self.policy.function(message.body, sender)
 
     # -- interceptors
 

@@ -111,7 +111,7 @@ class Onlooker:
                 except Exception as error:  # noqa: BLE001 - whatever a bad pickle raises
                     asked.set_exception(WireError(f"worker {self.worker!r} sent no answer that can be read: {error}"))
             elif isinstance(message, Failure):
-                payload = message.pickle
+                payload = message.body
                 try:
                     failure = rebuild_failure(message.flags, payload, [], sender, "Inspect", self._codec.policy)
                 except Exception as error:  # noqa: BLE001 - whatever a bad pickle raises

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Final
 
 from arpc.wire.frames import CHUNK_BYTES
@@ -18,7 +19,7 @@ class BulkSend:
 
     __slots__ = ("buffers", "id", "index", "position", "size_bytes", "unsent_bytes")
 
-    def __init__(self, buffers: list[memoryview]) -> None:
+    def __init__(self, buffers: Sequence[memoryview]) -> None:
         self.buffers = buffers
         self.id = -1
         self.index = 0

@@ -20,7 +20,7 @@ from __future__ import annotations
 import asyncio
 import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import IntEnum, auto
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 from typing import Protocol as TypingProtocol
@@ -212,39 +212,29 @@ class Connection(ABC):
         self, type_: int, flags: int, id_: int, arg: int, timeout_ms: int, content: Content
     ) -> BulkSend | None:
         """Send one message of any kind. Of large tensors that go on to be sent, returns the `BulkSend`."""
-        meta, tensors = content.meta, content.tensors
-        body = meta + content.pickle
-        if tensors is None:
-            self.send(pack_header(len(body), type_, flags, 0, id_, arg, timeout_ms, len(meta), 0) + body)
-            return None
-        schema, buffers = tensors.schema, tensors.buffers
-        number = self._schemas.get(schema) or self._number(schema)
-        if buffers or number == ONE_OFF:
-            layout = schema.table if number == ONE_OFF else number
-            sizes = [buffer.nbytes for buffer in buffers]
-            data = frame(type_, flags, id_, arg, timeout_ms, content.pickle, meta, layout, tensors.parts, sizes)
-            if buffers:
-                return self.send_bulk(data, buffers)
-        else:
-            length = schema.inline_bytes + len(body)
-            header = pack_header(length, type_, flags, 0, id_, arg, timeout_ms, len(meta), number)
-            data = b"".join((header, *tensors.parts, body))
-        self.send(data)
+        schema, number = content.schema, 0
+        if schema is not None:
+            number = self._schemas.get(schema) or self._number(schema)
+            if content.buffers or number == ONE_OFF:
+                data = content.framed(type_, flags, id_, arg, timeout_ms, number)
+                if content.buffers:
+                    return self.send_bulk(data, content.buffers)
+                self.send(data)
+                return None
+        body = content.body
+        self.send(pack_header(len(body), type_, flags, 0, id_, arg, timeout_ms, content.meta_size, number) + body)
         return None
 
     def frame_in_thread(self, type_: int, id_: int, content: Content) -> bytes | None:
         """The frame of a message, for a thread to send; None if it takes the loop to send it."""
-        meta, tensors = content.meta, content.tensors
-        if tensors is None:
-            body = meta + content.pickle
-            return pack_header(len(body), type_, 0, 0, id_, 0, 0, len(meta), 0) + body
-        if tensors.buffers:
+        schema, number = content.schema, 0
+        if content.buffers:
             return None
-        schema = tensors.schema
-        number = self._schemas.get(schema)
-        if number is None and self._is_worth_announcing(schema):
-            return None  # the loop announces it
-        return frame(type_, 0, id_, 0, 0, content.pickle, meta, number or schema.table, tensors.parts)
+        if schema is not None:
+            number = self._schemas.get(schema, ONE_OFF)
+            if number == ONE_OFF and self._is_worth_announcing(schema):
+                return None  # the loop announces it
+        return content.framed(type_, 0, id_, 0, 0, number)
 
     def _number(self, schema: Schema) -> int:
         """The number of a schema, which is announced if it is used again and again."""
@@ -299,7 +289,7 @@ class Connection(ABC):
         """
         return None
 
-    def send_bulk(self, data: bytes, buffers: list[memoryview]) -> BulkSend:
+    def send_bulk(self, data: bytes, buffers: Sequence[memoryview]) -> BulkSend:
         """Send one frame, then its large tensors in chunks, between which other frames may pass.
 
         ``buffers`` are flat views of bytes, at least one and none of them empty. They must not change until they are

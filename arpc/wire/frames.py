@@ -85,7 +85,9 @@ class Limits(NamedTuple):
     """The sizes of large tensors and the metadata of one message: many objects are made of few bytes."""
 
 
-def buffer_sizes_of(body: bytearray | memoryview, start: int, n_buffers: int, limits: Limits) -> tuple[int, ...]:
+def buffer_sizes_of(
+    body: bytes | bytearray | memoryview, start: int, n_buffers: int, limits: Limits
+) -> tuple[int, ...]:
     """The sizes of the large tensors that follow a frame. Raises `ProtocolError` if they cannot be."""
     sizes = struct.unpack_from(f"<{n_buffers}Q", body, start)
     total = sum(sizes)

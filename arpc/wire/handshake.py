@@ -162,7 +162,7 @@ class Handshake:
         step = self._STEPS.get((state, message.type))
         if step is None:
             raise ProtocolError(f"{message.type.name} is out of place in a handshake that is at {state.name}")
-        if message.meta_end:
+        if message.memory:
             raise ProtocolError(f"a {message.type.name} with parts it cannot have")
         return step(self, message)
 

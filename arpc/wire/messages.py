@@ -172,9 +172,9 @@ class MessageType(IntEnum):
 class Message(msgspec.Struct, gc=False):
     """The common shape; see `MessageType` for what ``id`` and ``arg`` mean.
 
-    ``body`` is what follows the header: small tensors, then metadata from ``meta_start``, then the pickle from
-    ``meta_end`` on. ``layout`` says how the tensors are laid out, None if there are none. ``buffers`` holds the large
-    tensors.
+    ``body`` is what the message says: a pickle, or what belongs to its type. If it has tensors or metadata, they lie
+    before that in ``memory``, which is all that follows the header. ``meta`` is what interceptors of the peer added,
+    packed. ``layout`` says how the tensors are laid out, None if there are none. ``buffers`` holds the large tensors.
     """
 
     type: ClassVar[MessageType]
@@ -184,28 +184,15 @@ class Message(msgspec.Struct, gc=False):
     arg: int
     timeout_ms: int
     body: bytearray | memoryview
+    meta: bytes | memoryview = b""
     layout: Layout | None = None
-    meta_start: int = 0
-    meta_end: int = 0
+    memory: bytes | bytearray | memoryview = b""
     buffers: Sequence[memoryview] = ()
-
-    @property
-    def meta(self) -> memoryview:
-        """What interceptors of the peer added, packed."""
-        return memoryview(self.body)[self.meta_start : self.meta_end]
-
-    @property
-    def pickle(self) -> memoryview:
-        """The last part of the body."""
-        return memoryview(self.body)[self.meta_end :]
 
     @property
     def size_bytes(self) -> int:
         """Memory it holds."""
-        size = len(self.body)
-        for buffer in self.buffers:
-            size += buffer.nbytes
-        return size
+        return len(self.memory or self.body) + sum([buffer.nbytes for buffer in self.buffers])
 
 
 def _class_of(type_: MessageType) -> type[Message]:

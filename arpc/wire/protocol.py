@@ -13,7 +13,7 @@ from functools import partial
 from typing import Final
 from typing import Protocol as TypingProtocol
 
-from arpc.errors import ConnectionClosedError, HandshakeError, ProtocolError
+from arpc.errors import HandshakeError, ProtocolError
 from arpc.wire import frames
 from arpc.wire.frames import HEADER, HEADER_BYTES, ONE_OFF, Header, Limits, frame
 from arpc.wire.handshake import MAX_HANDSHAKE_BYTES, Handshake, Identity, Role
@@ -60,12 +60,6 @@ class State(Enum):
 
 
 _CLOSED: Final = State.CLOSED
-_TRANSITIONS: Final = {
-    State.HANDSHAKE: {State.OPEN, State.CLOSED},
-    State.OPEN: {State.CLOSING, State.CLOSED},
-    State.CLOSING: {State.CLOSING, State.CLOSED},
-    State.CLOSED: {State.CLOSED},
-}
 
 
 class Lender(TypingProtocol):
@@ -116,7 +110,6 @@ class Protocol:
         A getattr whose default is the size hint that asyncio passes: no line of Python runs for it.
         """
         self._target_filled: Callable[[list[Message]], None] | None = None
-        self._large_body_bytes = 0
         self._inbox = Inbox(self._allocate)
         """Shared by a main connection and its lanes."""
         self._is_lane = False
@@ -127,7 +120,7 @@ class Protocol:
     @property
     def is_between_frames(self) -> bool:
         """Whether nothing has arrived in part."""
-        return not (self._inbox.waiting or self._end or self._large_body_bytes)
+        return not (self._inbox.waiting or self._end or self._target is not None)
 
     @property
     def role(self) -> Role:
@@ -160,17 +153,16 @@ class Protocol:
         """The last message of a connection that is closed on purpose; nothing if it is not open."""
         if self.state is not State.OPEN:
             return b""
-        self._set_state(State.CLOSING)
+        self.state = State.CLOSING
         return frame(_GOODBYE, 0, 0, 0, 0, reason.encode()[:_MAX_GOODBYE_BYTES])
 
     def close(self) -> None:
         """Forget what has not arrived in full. May be called at any time, and again."""
-        self._set_state(State.CLOSED)
+        self.state = _CLOSED
         self._inbox.clear()
         self._target = None
         self._next = self._view
         self._target_filled = None
-        self._large_body_bytes = 0
         self._end = 0
         self._has_rest = True
 
@@ -196,7 +188,7 @@ class Protocol:
                     continue
                 message = cls(flags, id_, arg, timeout_ms, self.buffer[body_start:stop])
                 if schema or meta_size:
-                    self._find_parts(message, schema, meta_size, 0)
+                    self._split(message, schema, meta_size, 0)
                 messages.append(message)
                 start = stop
         except HandshakeError as error:
@@ -251,19 +243,25 @@ class Protocol:
 
     # -- frames
 
-    def _find_parts(self, message: Message, schema: int, meta_size: int, n_buffers: int) -> None:
-        """Find where the parts of a body are that has tensors or metadata. Memory for large tensors comes later."""
-        start = 8 * n_buffers
+    def _split(self, message: Message, schema: int, meta_size: int, start: int) -> None:
+        """Split a body that has more than one part. Memory for large tensors comes later, their sizes end at ``start``.
+
+        These come after the small tensors.
+        """
+        memory = message.body
         if schema:
             layout = self._layouts.get(schema)
             if layout is None:
-                layout, message.body = self._split_one_off(schema, message.body)
+                layout, memory = self._split_one_off(schema, memory)
             message.layout = layout
             start += layout.inline_bytes
-        message.meta_start = start
-        message.meta_end = end = start + meta_size
-        if end > len(message.body) or meta_size > self._limits.header_bytes:
+        end = start + meta_size
+        if end > len(memory) or meta_size > self._limits.header_bytes:
             raise ProtocolError("the parts of a frame are longer than the frame, or than the limit")
+        message.memory = view = memoryview(memory)
+        message.body = view[end:]
+        if meta_size:
+            message.meta = view[start:end]
 
     def _parse_special(self, start: int, end: int, messages: list[Message]) -> tuple[int, int, bool]:
         """Take a frame that is no small message of an open connection, or is not complete.
@@ -293,7 +291,8 @@ class Protocol:
         """Take a whole frame of any type but DATA."""
         _, type_, flags, n_buffers, id_, arg, timeout_ms, meta_size, schema = header
         message = MESSAGE_CLASSES[type_](flags, id_, arg, timeout_ms, body)
-        self._find_parts(message, schema, meta_size, n_buffers)
+        if schema or meta_size or n_buffers:
+            self._split(message, schema, meta_size, 8 * n_buffers)
         self._receive_special(message, n_buffers, messages)
 
     # -- schemas
@@ -307,9 +306,9 @@ class Protocol:
         table, start = frames.split_table(body)
         return self._read_layout(table), memoryview(body)[:start]
 
-    def _receive_schema(self, message: Message, n_buffers: int) -> None:
+    def _receive_schema(self, message: Message) -> None:
         """The peer announces how the tensors of later messages are laid out."""
-        if n_buffers or message.meta_end or message.layout is not None:
+        if message.memory:
             raise ProtocolError("a schema was announced in a message that has tensors or metadata")
         number, table = message.arg, bytes(message.body)
         self._schema_bytes += len(table)
@@ -327,18 +326,13 @@ class Protocol:
         available = end - body_start
         view[:available] = self._view[body_start:end]
         self._target = view[available:]
-        self._target_filled = partial(self._finish_large_body, header, body)
-        self._large_body_bytes = header.length
-
-    def _finish_large_body(self, header: Header, body: bytearray, messages: list[Message]) -> None:
-        self._large_body_bytes = 0
-        self._receive_frame(header, body, messages)
+        self._target_filled = partial(self._receive_frame, header, body)
 
     # -- large tensors
 
     def _begin_assembly(self, message: Message, n_buffers: int, messages: list[Message]) -> None:
-        start = message.meta_start - 8 * n_buffers
-        sizes = frames.buffer_sizes_of(message.body, start, n_buffers, self._limits)
+        start = 0 if message.layout is None else message.layout.inline_bytes
+        sizes = frames.buffer_sizes_of(message.memory, start, n_buffers, self._limits)
         if (complete := self._inbox.begin(message, sizes)) is not None:
             messages.append(complete)
 
@@ -387,20 +381,20 @@ class Protocol:
             if self._inbox.waiting.pop(message.id, None) is None:
                 raise ProtocolError(f"DROP_DATA for frame {message.id}, which waits for none")
         elif type_ == _GOODBYE:
-            self._set_state(State.CLOSING)
+            self.state = State.CLOSING
             messages.append(message)
         elif type_ == _SCHEMA:
-            self._receive_schema(message, n_buffers)
+            self._receive_schema(message)
         elif type_ < _FIRST_OF_CALLS:
-            self._receive_about_memory(message, n_buffers, messages)
+            self._receive_about_memory(message, messages)
         elif n_buffers:
             self._begin_assembly(message, n_buffers, messages)
         else:
             messages.append(message)
 
-    def _receive_about_memory(self, message: Message, n_buffers: int, messages: list[Message]) -> None:
+    def _receive_about_memory(self, message: Message, messages: list[Message]) -> None:
         type_ = message.type
-        if type_ < _ARENA or self.lender is None or n_buffers or message.meta_end:
+        if type_ < _ARENA or self.lender is None or message.memory:
             raise ProtocolError(f"{type_.name} is out of place in an open connection")
         if type_ != _LENT:
             self.lender.message_received(message)
@@ -412,7 +406,7 @@ class Protocol:
         messages.append(assembly.message)
 
     def _open(self) -> None:
-        self._set_state(State.OPEN)
+        self.state = State.OPEN
         self._limits = self._open_limits
         # what came right behind the handshake stays where it is
         self._set_buffer(self.buffer.ljust(RECEIVE_BYTES, b"\0"))
@@ -427,19 +421,3 @@ class Protocol:
     def _answer(self, data: bytes) -> None:
         if data:
             self.output.append(data)
-
-    def _set_state(self, state: State) -> None:
-        if state not in _TRANSITIONS[self.state]:
-            if self.state is State.CLOSED:
-                raise ConnectionClosedError("the connection is closed")
-            raise ProtocolError(f"a connection cannot go from {self.state.name} to {state.name}")
-        self.state = state
-
-    def statistics(self) -> dict[str, int]:
-        """What is kept for messages that have not arrived in full."""
-        assemblies = self._inbox.waiting.values()
-        return {
-            "messages_incomplete": len(assemblies) + bool(self._large_body_bytes),
-            "bytes_incomplete": sum(buffer.nbytes for assembly in assemblies for buffer in assembly.buffers.values())
-            + self._large_body_bytes,
-        }

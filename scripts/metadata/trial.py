@@ -40,7 +40,7 @@ _LOADED: Final = frozenset(("nested", "quantized", "archive"))
 _SMALL: Final = 1 << 12
 _LARGEST: Final = 1 << 24
 _WIDTHS: Final = (32, 8, 8, 16, 64, 32, 32, 32, 32)
-_Memory = bytearray | memoryview
+_Memory = bytes | bytearray | memoryview
 _Read = Callable[[], None]
 
 
@@ -125,8 +125,8 @@ class Trial:
         def read() -> None:
             for message in self._received(data):
                 if message.layout is not None:
-                    for slot in message.layout.build(message.body, message.buffers):
-                        self._use(slot, (message.body, *message.buffers))
+                    for slot in message.layout.build(message.memory, message.buffers):
+                        self._use(slot, (message.memory, *message.buffers))
 
         return read
 
@@ -190,7 +190,7 @@ class Trial:
 
         def read() -> None:
             for message in self._received(data):
-                _ = message.meta, message.pickle, message.size_bytes
+                _ = message.meta, message.body, message.size_bytes
 
         return read
 

@@ -11,7 +11,7 @@ from arpc.agent.codec import Codec
 from arpc.agent.hooks.interceptor import Interceptor
 from arpc.errors import ProtocolError, SerializationError
 from arpc.ids import WorkerInfo
-from arpc.wire.frames import HEADER_BYTES, frame
+from arpc.wire.frames import HEADER_BYTES, ONE_OFF
 from arpc.wire.messages import Message, MessageType
 from arpc.wire.metadata import encode_metadata
 from arpc.wire.values.content import Content
@@ -29,18 +29,14 @@ def make_codec(*interceptors: Any) -> Codec:
 def content_of(value: Any, codec: Codec, meta: bytes = b"") -> Content:
     """What is sent for a result."""
     pickle, slots = codec.pickler.dumps_result(value, main_by_value=False)
-    return Content(pickle, meta, codec.pack(slots, len(pickle)) if slots else None)
+    return codec.pack(slots, pickle, meta) if slots else Content(meta + pickle, len(meta))
 
 
 def received(content: Content) -> Message:
     """A message with this content, as the peer receives it. It has no large tensors."""
-    if content.tensors is None:
-        data = frame(MessageType.REPLY, 0, 7, 0, 0, content.pickle, content.meta)
-    else:
-        assert not content.tensors.buffers
-        parts, table = content.tensors.parts, content.tensors.schema.table
-        data = frame(MessageType.REPLY, 0, 7, 0, 0, content.pickle, content.meta, table, parts)
-    (message,) = feed(opened(), data)
+    assert not content.buffers
+    number = ONE_OFF if content.schema is not None else 0
+    (message,) = feed(opened(), content.framed(MessageType.REPLY, 0, 7, 0, 0, number))
     return message
 
 
@@ -80,7 +76,7 @@ def test_metadata_stands_between_tensors_and_pickle():
     sent = torch.arange(16.0)
     meta = encode_metadata({"feature": b"its bytes"})
     message = received(content_of([sent, "text"], make_codec(), meta))
-    assert message.meta_start == sent.nbytes
+    assert bytes(message.memory[sent.nbytes :]) == bytes(message.meta) + bytes(message.body)
     assert make_codec().metadata(message) == {"feature": b"its bytes"}
     tensor, text = arrived(message)
     assert_same(tensor, sent)
@@ -92,7 +88,7 @@ def test_a_message_without_metadata_has_none():
 
 
 def test_metadata_that_is_none_is_refused():
-    message = received(Content(b"", b"\xc1 is no msgpack"))
+    message = received(Content(b"\xc1 is no msgpack", 15))
     with pytest.raises(ProtocolError, match="malformed metadata"):
         make_codec().metadata(message)
 
@@ -100,8 +96,7 @@ def test_metadata_that_is_none_is_refused():
 def test_the_size_of_content_counts_all_that_travels():
     small, large = torch.ones(16), torch.ones(INLINE_BYTES)
     content = content_of([small, large], make_codec(), b"meta")
-    assert content.tensors is not None
-    assert [buffer.nbytes for buffer in content.tensors.buffers] == [large.nbytes]
+    assert [buffer.nbytes for buffer in content.buffers] == [large.nbytes]
     assert content.size_bytes() == HEADER_BYTES + len(content.pickle) + len(b"meta") + small.nbytes + large.nbytes
     assert Content(b"pickle").size_bytes() == HEADER_BYTES + len(b"pickle")
 
@@ -112,16 +107,16 @@ def test_the_size_of_content_counts_all_that_travels():
 def test_small_tensors_that_do_not_fit_into_a_body_follow_as_large_ones():
     codec = Codec({}, (), INLINE_BYTES, max_body_bytes=4096)
     pickle, slots = codec.pickler.dumps_result([torch.ones(16) for _ in range(100)], main_by_value=False)
-    packed = codec.pack(slots, len(pickle))
+    packed = codec.pack(slots, pickle)
     assert len(packed.buffers) == 100
-    assert not packed.schema.inline_bytes
+    assert not packed.inline
 
 
 def test_more_tensors_than_a_body_can_describe_are_refused():
     codec = Codec({}, (), INLINE_BYTES, max_body_bytes=4096)
     pickle, slots = codec.pickler.dumps_result([torch.ones(16) for _ in range(1000)], main_by_value=False)
     with pytest.raises(SerializationError, match=r"1000 tensors .* 4096: send them in parts"):
-        codec.pack(slots, len(pickle))
+        codec.pack(slots, pickle)
 
 
 # -- interceptors

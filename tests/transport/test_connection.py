@@ -19,7 +19,7 @@ from arpc.wire.handshake import Handshake, Role
 from arpc.wire.messages import Message, MessageType
 from arpc.wire.protocol import Protocol, State
 from arpc.wire.values.content import Content
-from arpc.wire.values.schemas import PackedTensors, Packer
+from arpc.wire.values.schemas import Packer
 from tests.wire.connections import Spoken, feed, heard
 from tests.wire.connections import opened as wire_opened
 
@@ -595,12 +595,12 @@ async def test_every_frame_is_counted():
 # -- messages with tensors
 
 
-def packed(packer: Packer, *tensors: torch.Tensor) -> PackedTensors:
-    return packer.pack(list(tensors))
+def packed(packer: Packer, *tensors: torch.Tensor, pickle: bytes = b"pickle", meta: bytes = b"meta") -> Content:
+    return packer.pack(list(tensors), pickle, meta)
 
 
-def send_tensors(connection: ListConnection, tensors: PackedTensors, number: int = 1) -> BulkSend | None:
-    return connection.send_message(REQUEST, 2, number, 3, 4, Content(b"pickle", b"meta", tensors))
+def send_tensors(connection: ListConnection, content: Content, number: int = 1) -> BulkSend | None:
+    return connection.send_message(REQUEST, 2, number, 3, 4, content)
 
 
 async def received_by_a_peer(connection: ListConnection) -> list[Message]:
@@ -612,7 +612,7 @@ async def received_by_a_peer(connection: ListConnection) -> list[Message]:
 
 async def test_a_message_without_tensors_is_one_frame():
     connection, _ = await opened()
-    assert connection.send_message(REQUEST, 1, 2, 3, 4, Content(b"pickle", b"meta")) is None
+    assert connection.send_message(REQUEST, 1, 2, 3, 4, Content(b"metapickle", 4)) is None
     (message,) = await received_by_a_peer(connection)
     assert heard(message) == Spoken(MessageType.REQUEST, 1, 2, 3, 4, b"meta", b"pickle")
 
@@ -627,10 +627,10 @@ async def test_a_schema_is_announced_when_it_is_used_again(is_busy):
             connection.send = connection._send_later
         send_tensors(connection, packed(packer, value), number)
     messages = await received_by_a_peer(connection)
-    assert [message.layout.build(message.body, message.buffers)[0].tolist() for message in messages] == [
+    assert [message.layout.build(message.memory, message.buffers)[0].tolist() for message in messages] == [
         value.tolist() for value in values
     ]
-    assert [(bytes(message.meta), bytes(message.pickle), message.flags, message.arg) for message in messages] == [
+    assert [(bytes(message.meta), bytes(message.body), message.flags, message.arg) for message in messages] == [
         (b"meta", b"pickle", 2, 3)
     ] * 4
     headers = connection.headers()
@@ -665,7 +665,7 @@ async def test_large_tensors_follow_a_message_whose_schema_was_announced():
         assert bulk is not None
     messages = await received_by_a_peer(connection)
     for message in messages:
-        first, second = message.layout.build(message.body, message.buffers)
+        first, second = message.layout.build(message.memory, message.buffers)
         assert torch.equal(first, small)
         assert torch.equal(second, large)
     types = [header.type for header in connection.headers() if header.type != MessageType.DATA]
@@ -683,7 +683,7 @@ async def test_no_more_schemas_are_announced_than_a_peer_takes(monkeypatch):
     assert [header.arg for header in connection.headers() if header.type == MessageType.SCHEMA] == [1, 2]
     # a thread must not wait for a number that never comes
     tensors = packed(packer, torch.ones(4))
-    assert header_of(connection.frame_in_thread(REPLY, 7, Content(b"", b"", tensors))).schema == ONE_OFF
+    assert header_of(connection.frame_in_thread(REPLY, 7, tensors)).schema == ONE_OFF
 
 
 async def test_no_more_is_announced_than_a_peer_takes(monkeypatch):
@@ -694,26 +694,26 @@ async def test_no_more_is_announced_than_a_peer_takes(monkeypatch):
     for each in tensors * 2:
         send_tensors(connection, each)
     assert [header.arg for header in connection.headers() if header.type == MessageType.SCHEMA] == [1, 2]
-    assert header_of(connection.frame_in_thread(REPLY, 7, Content(b"", b"", tensors[-1]))).schema == ONE_OFF
+    assert header_of(connection.frame_in_thread(REPLY, 7, tensors[-1])).schema == ONE_OFF
 
 
 async def test_a_thread_uses_no_number_that_was_not_written():
     connection, _ = await opened()
     packer = Packer(1 << 20)
     tensors = packed(packer, torch.ones(3))
-    assert header_of(connection.frame_in_thread(REPLY, 1, Content(b"x", b"", tensors))).schema == ONE_OFF
+    assert header_of(connection.frame_in_thread(REPLY, 1, tensors)).schema == ONE_OFF
     tensors = packed(packer, torch.ones(3))
-    assert connection.frame_in_thread(REPLY, 2, Content(b"x", b"", tensors)) is None  # the loop announces it
+    assert connection.frame_in_thread(REPLY, 2, tensors) is None  # the loop announces it
 
     seen: list[bytes | None] = []
-    connection.on_write = lambda data: seen.append(connection.frame_in_thread(REPLY, 3, Content(b"x", b"", tensors)))
+    connection.on_write = lambda data: seen.append(connection.frame_in_thread(REPLY, 3, tensors))
     connection.send = connection._send_later
     connection.send(small_frame(1))  # waits to be written, as does what is sent next
     send_tensors(connection, tensors)
     # at each write, the announcement's own included, the number was not known to threads
     assert seen == [None] * 2
     connection.on_write = None
-    in_thread = connection.frame_in_thread(REPLY, 3, Content(b"x", b"", tensors))
+    in_thread = connection.frame_in_thread(REPLY, 3, tensors)
     assert header_of(in_thread).schema == 1
     connection.written.append(in_thread)  # before the loop has written its own message
     messages = await received_by_a_peer(connection)
@@ -722,8 +722,8 @@ async def test_a_thread_uses_no_number_that_was_not_written():
 
 async def test_a_thread_sends_no_large_tensors():
     connection, _ = await opened()
-    assert connection.frame_in_thread(REPLY, 1, Content(b"x", b"", packed(Packer(0), torch.ones(3)))) is None
-    assert connection.frame_in_thread(REPLY, 1, Content(b"x", b"", None)) == frame(REPLY, 0, 1, 0, 0, b"x")
+    assert connection.frame_in_thread(REPLY, 1, packed(Packer(0), torch.ones(3))) is None
+    assert connection.frame_in_thread(REPLY, 1, Content(b"x")) == frame(REPLY, 0, 1, 0, 0, b"x")
 
 
 async def test_nothing_is_announced_once_a_connection_is_closing():

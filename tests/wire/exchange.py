@@ -9,12 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from arpc.wire.values.content import Content
 from arpc.wire.values.device_staging import Stager
 from arpc.wire.values.layouts import Buffer, read_layout
 from arpc.wire.values.packing import Slot
 from arpc.wire.values.pickler import Pickler, Reducer, loads
 from arpc.wire.values.raw_memory import allocate
-from arpc.wire.values.schemas import PackedTensors, Packer
+from arpc.wire.values.schemas import Packer
 
 INLINE: Final = 1 << 20
 BUFFERS: Final = 0
@@ -22,14 +23,14 @@ BUFFERS: Final = 0
 both_ways = pytest.mark.parametrize("limit", [pytest.param(INLINE, id="inline"), pytest.param(BUFFERS, id="buffer")])
 
 
-def pack(slots: Sequence[Slot], inline_limit: int = INLINE, stager: Stager | None = None) -> PackedTensors:
+def pack(slots: Sequence[Slot], inline_limit: int = INLINE, stager: Stager | None = None) -> Content:
     """What a worker packs that has not seen such tensors before."""
-    return Packer(inline_limit).pack(slots, stager)
+    return Packer(inline_limit).pack(slots, stager=stager)
 
 
-def body_of(packed: PackedTensors, payload: bytes = b"payload") -> bytearray:
+def body_of(packed: Content, payload: bytes = b"payload") -> bytearray:
     """The body of a message: inline tensors first, the pickle last."""
-    body = bytearray(b"".join(packed.parts))
+    body = bytearray(packed.inline)
     assert len(body) == packed.schema.inline_bytes
     return body + payload
 
@@ -46,7 +47,7 @@ def unpack(table: bytes, body: bytearray, buffers: Sequence[Buffer] = (), *, is_
     return read_layout(table, is_restricted=is_restricted).build(body, buffers)
 
 
-def unpacked(packed: PackedTensors, *, is_restricted: bool = False) -> list[Any]:
+def unpacked(packed: Content, *, is_restricted: bool = False) -> list[Any]:
     """What a peer makes of packed tensors."""
     buffers = [*map(received, packed.buffers)]
     return unpack(packed.schema.table, body_of(packed), buffers, is_restricted=is_restricted)
@@ -80,7 +81,7 @@ def exchange(
 def sent_bytes(slots: Sequence[Slot], inline_limit: int = INLINE) -> int:
     """How many bytes of tensors go over the wire."""
     packed = pack(slots, inline_limit)
-    return packed.schema.inline_bytes + sum([buffer.nbytes for buffer in packed.buffers])
+    return len(packed.body) + sum([buffer.nbytes for buffer in packed.buffers])
 
 
 def bits(tensor: Tensor) -> list[int]:

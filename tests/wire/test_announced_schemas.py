@@ -15,22 +15,23 @@ from arpc.wire import protocol as protocol_module
 from arpc.wire.frames import HEADER, ONE_OFF, Limits, frame
 from arpc.wire.messages import MessageType
 from arpc.wire.protocol import MAX_SCHEMAS, Protocol
+from arpc.wire.values.content import Content
 from arpc.wire.values.layouts import read_layout
 from arpc.wire.values.policy import AllowList
-from arpc.wire.values.schemas import PackedTensors, Packer
+from arpc.wire.values.schemas import Packer
 from tests.wire.connections import Spoken, data_frame, endings, feed, heard, noise, opened, schema_frame, table_of
 
 LARGE = protocol_module.RECEIVE_BYTES
 
 
-def packed(*tensors: torch.Tensor, inline_limit: int = 1 << 20) -> PackedTensors:
+def packed(*tensors: torch.Tensor, inline_limit: int = 1 << 20) -> Content:
     return Packer(inline_limit).pack(list(tensors))
 
 
-def request(tensors: PackedTensors, schema: int, pickle: bytes = b"pickle", **changed: bytes) -> bytes:
+def request(tensors: Content, schema: int, pickle: bytes = b"pickle", **changed: bytes) -> bytes:
     """A request with tensors, its layout announced under a number or its own."""
     layout = changed.get("table", tensors.schema.table) if schema == ONE_OFF else schema
-    parts = [changed["inline"]] if "inline" in changed else tensors.parts
+    parts = [changed.get("inline", tensors.inline)]
     sizes = [buffer.nbytes for buffer in tensors.buffers]
     return frame(MessageType.REQUEST, 0, 1, 2, 3, pickle, b"meta", layout, parts, sizes)
 
@@ -55,11 +56,11 @@ def test_tensors_arrive_with_every_kind_of_layout(schema, pickle):
 
     assert len(messages) == 2  # the announcement is for the connection itself
     for message in messages:
-        numbers, ones = message.layout.build(message.body, message.buffers)
+        numbers, ones = message.layout.build(message.memory, message.buffers)
         assert numbers.tolist() == [0, 1, 2, 3, 4]
         assert ones.requires_grad
         assert bytes(message.meta) == b"meta"
-        assert bytes(message.pickle) == pickle
+        assert bytes(message.body) == pickle
 
 
 @pytest.mark.parametrize("schema", [1, ONE_OFF])
@@ -71,9 +72,9 @@ def test_large_tensors_arrive_with_every_kind_of_layout(schema):
 
     (message,) = feed(opened(), announcement + request(tensors, schema) + chunk)
 
-    _, arrived = message.layout.build(message.body, message.buffers)
+    _, arrived = message.layout.build(message.memory, message.buffers)
     assert torch.equal(arrived, large)
-    assert bytes(message.pickle) == b"pickle"
+    assert bytes(message.body) == b"pickle"
 
 
 def test_a_layout_is_read_once_for_all_messages_that_refer_to_it():
@@ -104,9 +105,9 @@ def test_tensors_of_one_message_do_not_change_with_the_next():
     tensors = packed(torch.ones(3))
     protocol = opened()
     (first,) = feed(protocol, schema_frame(1, tensors.schema.table) + request(tensors, 1))
-    (ones,) = first.layout.build(first.body, first.buffers)
+    (ones,) = first.layout.build(first.memory, first.buffers)
     (second,) = feed(protocol, request(packed(torch.zeros(3)), 1))
-    (zeros,) = second.layout.build(second.body, second.buffers)
+    (zeros,) = second.layout.build(second.memory, second.buffers)
     assert ones.tolist() == [1.0] * 3
     assert zeros.tolist() == [0.0] * 3
 
@@ -227,11 +228,11 @@ def test_a_restricted_connection_builds_nothing_that_torch_would_load(schema):
     announcement = b"" if schema == ONE_OFF else schema_frame(schema, tensors.schema.table)
 
     (message,) = feed(opened(), announcement + request(tensors, schema))
-    assert message.layout.build(message.body, message.buffers)[0].is_quantized
+    assert message.layout.build(message.memory, message.buffers)[0].is_quantized
 
     (message,) = feed(restricted(), announcement + request(tensors, schema))
     with pytest.raises(SerializationError, match="allow-list mode"):
-        message.layout.build(message.body, message.buffers)
+        message.layout.build(message.memory, message.buffers)
 
 
 @quantizes
@@ -239,4 +240,4 @@ def test_the_policy_of_allow_list_mode_reads_layouts_restricted():
     tensors = packed(torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8))
     layout = AllowList("me").layout(tensors.schema.table)
     with pytest.raises(SerializationError, match="allow-list mode"):
-        layout.build(bytearray(b"".join(tensors.parts)), [*tensors.buffers])
+        layout.build(bytearray(tensors.inline), [*tensors.buffers])

@@ -53,22 +53,15 @@ def test_every_class_is_offered_under_the_name_of_its_type(cls):
     assert pickle.loads(pickle.dumps(cls)) is cls
 
 
-def request(body: bytes = b"", buffers: tuple[memoryview, ...] = (), ends: tuple[int, int] = (0, 0)) -> Message:
-    meta_start, meta_end = ends
-    return Request(0, 1, 2, 3, bytearray(body), None, meta_start, meta_end, buffers)
+def request(body: bytes = b"", buffers: tuple[memoryview, ...] = (), memory: bytes = b"") -> Message:
+    return Request(0, 1, 2, 3, bytearray(body), b"", None, memory, buffers)
 
 
-def test_parts_are_found_in_the_body():
-    message = request(b"tensorssizesmetapickle", ends=(12, 16))
-
-    assert message.meta == b"meta"
-    assert message.pickle == b"pickle"
-
-
-def test_size_counts_body_and_buffers():
+def test_size_counts_all_that_follows_the_header_and_buffers():
     assert request().size_bytes == 0
     assert request(b"12345").size_bytes == 5
     assert request(b"12345", (memoryview(b"abc"), memoryview(b"d"))).size_bytes == 9
+    assert request(b"12345", (memoryview(b"abc"),), b"tensors12345").size_bytes == 15
 
 
 def test_messages_are_no_burden_to_the_garbage_collector():

@@ -36,7 +36,7 @@ class Receiver:
         if call.recipient.done():
             return
         try:
-            value = self.result(peer.info, message) if message.body else None
+            value = self.result(peer.info, message) if message.body or message.memory else None
         except ProtocolError:
             call.recipient.set_exception(SerializationError(f"the result of {call.name} is malformed"))
             raise
@@ -54,7 +54,7 @@ class Receiver:
             items.arrived(message.arg, lambda: self.on_reply(link, message))
             return
         try:
-            value = self.result(link.peer.info, message) if message.body else None
+            value = self.result(link.peer.info, message) if message.body or message.memory else None
         except BaseException as error:  # noqa: BLE001 - unpickling runs user code
             link.peer.cancel(message.id)
             call.recipient.set_exception(self.unreadable(call.name, error))
@@ -93,7 +93,7 @@ class Receiver:
         if current_scope.get() is not self._scope:
             current_scope.set(self._scope)
         slots = codec.slots(message)
-        if message.meta_end > message.meta_start:
+        if message.meta:
             codec.reply_received(peer, codec.metadata(message), slots)
         return codec.content(message, slots, peer)
 
@@ -102,7 +102,7 @@ class Receiver:
         codec = self._codec
         current_scope.set(self._scope)  # as for a result
         slots = codec.slots(message)
-        return rebuild_failure(message.flags, message.pickle, slots, peer, function, codec.policy, timeout_s)
+        return rebuild_failure(message.flags, message.body, slots, peer, function, codec.policy, timeout_s)
 
     def unreadable(self, function: str, error: BaseException) -> SerializationError:
         """The error of a call whose result cannot be built here."""

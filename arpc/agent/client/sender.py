@@ -16,12 +16,10 @@ from arpc.agent.peers.peer import Peer, unsendable
 from arpc.agent.scope import WorkerScope, current_scope
 from arpc.agent.server.functions import Preparation, name_of
 from arpc.errors import OverloadedError, SerializationError, ShutdownError, not_run
-from arpc.wire.frames import HEADER_BYTES
 from arpc.wire.messages import RequestFlag
 from arpc.wire.metadata import Metadata, encode_metadata
 from arpc.wire.values.content import Content
 from arpc.wire.values.packing import Slot
-from arpc.wire.values.schemas import PackedTensors
 
 __all__ = ["Prepared", "Sender", "as_arguments", "as_keywords"]
 
@@ -89,29 +87,23 @@ class Sender:
                 number = self._define(call)
                 args, kwargs = call.args, call.kwargs  # which a preparation may have changed
             call.function_id = number
-        pickle, slots, size_bytes = b"", _NO_SLOTS, HEADER_BYTES
+        pickle, slots = b"", _NO_SLOTS
         if args or kwargs or not number:
             pickle, slots = self._pickle(peer, number, call.function, args, kwargs)
-            size_bytes += len(pickle)
             call.args = call.kwargs = None
             if kwargs:
                 call.flags |= _KWARGS
-        metadata, meta, tensors = call.metadata, b"", None
+        metadata = call.metadata
         if any(self._occasions) and not call.is_internal:
             metadata = self._intercepted(call, slots)
-        if metadata:
-            meta = encode_metadata(metadata)
-            size_bytes += len(meta)
-        if slots:
-            tensors = self._codec.pack(slots, len(pickle), peer.stager)
-            size_bytes += tensors.size_bytes
-        content = Content(pickle, meta, tensors)
-        call.size_bytes = size_bytes
+        meta = encode_metadata(metadata) if metadata else b""
+        content = self._codec.pack(slots, pickle, meta, peer.stager) if slots else Content(meta + pickle, len(meta))
+        call.size_bytes = content.size_bytes()
         if scope is not None:
             scope.call_begun(call.recipient)
         call_id = peer.calls.add(tick, call)
-        if tensors is not None and tensors.waits:
-            self._submit_when_filled(peer, call_id, call, content, tensors)
+        if content.waits:
+            self._submit_when_filled(peer, call_id, call, content)
         elif call.is_held:
             peer.hold(call_id, call, content)
         else:
@@ -146,9 +138,7 @@ class Sender:
                     metadata[interceptor.key] = added
         return metadata
 
-    def _submit_when_filled(
-        self, peer: Peer, call_id: int, call: Call, content: Content, tensors: PackedTensors
-    ) -> None:
+    def _submit_when_filled(self, peer: Peer, call_id: int, call: Call, content: Content) -> None:
         """Send a call once its tensors have been copied from devices. It may have ended by then."""
 
         def filled(failure: SerializationError | None) -> None:
@@ -163,7 +153,7 @@ class Sender:
                 except OverloadedError as error:
                     call.recipient.set_exception(error)
 
-        self._codec.when_filled(tensors, filled)
+        self._codec.when_filled(content, filled)
 
     # -- arguments
 

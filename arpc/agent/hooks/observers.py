@@ -310,7 +310,7 @@ class Observers(Interceptor):
         handling = waiting.pop(message.id, None) if waiting else None
         run.handling = handling or self._accept(run.inbound, message)
         run.handling.function = run.name
-        if not message.body:
+        if not (message.body or message.memory):
             # it will not be unpacked
             run.function = run.context.run(self.begin_handler, run, message)
 

@@ -131,7 +131,7 @@ class Dispatcher:
 
     def _run(self, inbound: Inbound, function: Function, message: Message, arrived_ns: int = 0) -> Run:
         """A request, with a context of its own. ``arrived_ns``: when it came, if it has waited since."""
-        content = message if message.body else None
+        content = message if message.body or message.memory else None
         run = Run(self, inbound, function, message.id, message.timeout_ms, self._copy_context(), content)
         if self.is_watched:
             run.arrived_ns = arrived_ns or _now_ns()
@@ -218,7 +218,7 @@ class Dispatcher:
             if creation is None:
                 return
             run.creation = creation
-            if not run.meta and run.handling is None and message.meta_end == len(message.body):
+            if not run.meta and run.handling is None and not message.body:
                 run.message = None  # it had the feature's own metadata alone: there is nothing to unpack
             self.launch(run)
 

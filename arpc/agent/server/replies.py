@@ -130,16 +130,16 @@ class Replies:
 
     def _content(self, run: Run, pickle: bytes, slots: list[Slot], intercept: _Intercept | None) -> Content:
         """A pickle with its tensors, and with what interceptors add."""
-        codec, meta, tensors = self._codec, b"", None
+        codec, meta = self._codec, b""
         if run.meta and intercept is not None:
             metadata = intercept(run.caller, run.meta, slots)
             if metadata is None:
                 raise TakesLoopError(pickle, slots)  # which pickles nothing again: RRefs in it have been handed out
             meta = encode_metadata(metadata) if metadata else b""
-        if slots:
-            stager = codec.stager_back(run.meta) if codec.knows_devices or run.meta else None
-            tensors = codec.pack(slots, len(pickle), stager)
-        return Content(pickle, meta, tensors)
+        if not slots:
+            return Content(meta + pickle, len(meta))
+        stager = codec.stager_back(run.meta) if codec.knows_devices or run.meta else None
+        return codec.pack(slots, pickle, meta, stager)
 
     # -- what runs in the place of a function that has returned
 
@@ -200,7 +200,7 @@ class Replies:
         """Send the next item of a stream, and say how large it is. Called in the handler's context."""
         content = self.encode(run, item, self._codec.reply_sent)
         place, connection = run.items_sent & _PLACE_MASK, run.inbound.connection
-        if content.tensors is not None and content.tensors.waits:
+        if content.waits:
             # Without the item the stream has a gap that nothing fills; a device that fails, fails for good
             self._send_when_filled(run, _ITEM, 0, place, content, connection.abort)
         else:
@@ -262,7 +262,7 @@ class Replies:
         if not slots:
             return Content(pickle)
         try:
-            return Content(pickle, b"", codec.pack(slots, len(pickle), codec.stager_back(None)))
+            return codec.pack(slots, pickle, b"", codec.stager_back(None))
         except BaseException:  # noqa: BLE001 - a tensor of a user may raise anything, and the error can do without
             pickle, _ = describe_failure(error, None, main_by_value=main_by_value, max_bytes=max_bytes)
             return Content(pickle)
@@ -297,13 +297,11 @@ class Replies:
         self.calls_ended += 1
         if run.is_registered:
             self._forget(run)
-        tensors = content.tensors
         if error is None:
-            size_bytes = len(content.pickle) if tensors is None else len(content.pickle) + tensors.size_bytes
             results = run.results or run.function.results
-            if size_bytes > results.unsurprising_bytes:
-                results.saw(size_bytes)
-        if tensors is not None and tensors.waits:
+            if content.buffers or len(content.body) > results.unsurprising_bytes:
+                results.saw(content.size_bytes())
+        if content.waits:
             fail = partial(self.fail, inbound, run.id, FailureKind.RAISED)
             self._send_when_filled(run, type_, flags, arg, content, fail)
             return
@@ -342,5 +340,4 @@ class Replies:
                 elif (bulk := inbound.connection.send_message(type_, flags, run.id, arg, 0, content)) is not None:
                     inbound.reply_leaves(run.id, bulk)
 
-        assert content.tensors is not None
-        self._codec.when_filled(content.tensors, filled)
+        self._codec.when_filled(content, filled)

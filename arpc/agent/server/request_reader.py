@@ -42,8 +42,8 @@ def prepare(run: Run) -> None:
     try:
         if not message.arg:
             codec.policy.check_code()
-        slots = _NO_SLOTS if layout is None else layout.build(message.body, message.buffers)
-        if message.meta_end > message.meta_start:
+        slots = _NO_SLOTS if layout is None else layout.build(message.memory, message.buffers)
+        if message.meta:
             if run.meta is None:
                 run.meta = codec.metadata(message)
             if run.is_stream:

@@ -37,7 +37,7 @@ from arpc.options import Unset
 from arpc.wire.frames import MAX_TIMEOUT_MS, frame
 from arpc.wire.handshake import Role
 from arpc.wire.messages import Message, MessageType, Reply, RequestFlag
-from arpc.wire.values.schemas import PackedTensors
+from arpc.wire.values.content import Content
 
 __all__ = ["TAKES_LOOP", "BlockingCalls"]
 
@@ -53,6 +53,7 @@ _OURS: Final = b"arpc."
 """A pickle that names anything of this package may hold what belongs to the loop, such as an RRef."""
 _NUMBERS: Final = (float, int)
 _REPORT_S: Final = 0.05
+_NOTHING: Final = Content(b"")
 _MAX_CONNECTIONS: Final = 32
 """To one peer. Each takes a socket and 256 KiB, here and there. A thread that finds none free takes the loop."""
 
@@ -117,20 +118,19 @@ class BlockingCalls:
         function_id = peer.function_ids.get(function) if not packed or packed.is_named else None
         if function_id is None or function_id in pool.not_for:
             return TAKES_LOOP
-        tensors: PackedTensors | None = None
+        content = _NOTHING
         if packed:
             if len(packed.pickle) > _MAX_BYTES or _OURS in packed.pickle:
                 return TAKES_LOOP
-            if packed.slots:
-                tensors = self._codec.pack(packed.slots, len(packed.pickle))
-                if tensors.buffers or tensors.schema.inline_bytes > _MAX_BYTES:
-                    return TAKES_LOOP
+            content = self._codec.pack(packed.slots, packed.pickle) if packed.slots else Content(packed.pickle)
+            if content.buffers or len(content.inline) > _MAX_BYTES:
+                return TAKES_LOOP
         free = pool.free
         try:
             connection = free.pop()
         except IndexError:
             return TAKES_LOOP  # other threads were faster
-        data = self._framed(connection, peer, function, function_id, packed, tensors, id_, timeout_s)
+        data = self._framed(connection, peer, function, function_id, packed, content, id_, timeout_s)
         if data is None:
             _put_back(free, connection)
             return TAKES_LOOP  # another worker has come under the peer's name
@@ -159,7 +159,7 @@ class BlockingCalls:
         function: Any,
         function_id: int,
         packed: Prepared | tuple[()],
-        tensors: PackedTensors | None,
+        content: Content,
         id_: int,
         timeout_s: float,
     ) -> bytes | None:
@@ -172,10 +172,8 @@ class BlockingCalls:
             connection.known.add(function_id)
             definition = frame(_FUNCTION, 0, 0, function_id, 0, known[1])
         timeout_ms = min(max(1, int(timeout_s * 1000)), MAX_TIMEOUT_MS) if self._are_told and timeout_s else 0
-        if not packed:
-            return definition + frame(_REQUEST, 0, id_, function_id, timeout_ms, b"")
-        flags = RequestFlag.KWARGS if packed.kwargs else 0
-        return definition + connection.framed(_REQUEST, flags, id_, function_id, timeout_ms, packed.pickle, tensors)
+        flags = RequestFlag.KWARGS if packed and packed.kwargs else 0
+        return definition + connection.framed(_REQUEST, flags, id_, function_id, timeout_ms, content)
 
     def _raise(
         self,
@@ -213,10 +211,10 @@ class BlockingCalls:
         """What is in an answer."""
         if sum(buffer.nbytes for buffer in message.buffers) >= self._shared_from_bytes:
             pool.not_for.add(function_id)  # through shared memory these are faster
-        if isinstance(message, Reply) and not message.body:
+        if isinstance(message, Reply) and not (message.body or message.memory):
             return None
         work = partial(self._agent.receiver.answer, peer.info, message, name_of(function))
-        if isinstance(message, Reply) and message.meta_end == message.meta_start and _OURS not in bytes(message.body):
+        if isinstance(message, Reply) and not message.meta and _OURS not in bytes(message.body):
             # what is made of a result does not depend on what its caller has switched off
             return torchstate.run_with(torchstate.DEFAULTS, work)
         return self._agent.on_loop(work)

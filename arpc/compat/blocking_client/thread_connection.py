@@ -21,7 +21,8 @@ from arpc.transport.sockets import connect_socket
 from arpc.wire.frames import ONE_OFF, frame
 from arpc.wire.messages import Failure, Goodbye, Message, MessageType, Reply
 from arpc.wire.protocol import Protocol, State
-from arpc.wire.values.schemas import PackedTensors, Schema
+from arpc.wire.values.content import Content
+from arpc.wire.values.schemas import Schema
 
 __all__ = ["NotSentError", "ThreadConnection", "ThreadConnectionClosedError", "open_thread_connection"]
 
@@ -83,19 +84,16 @@ class ThreadConnection:
         self._timeout_s = 0.0
         self._is_closed = False
 
-    def framed(
-        self, type_: int, flags: int, id_: int, arg: int, timeout_ms: int, pickle: bytes, tensors: PackedTensors | None
-    ) -> bytes:
-        """A message without metadata and large tensors, with what has to be announced before it."""
-        if tensors is None:
-            return frame(type_, flags, id_, arg, timeout_ms, pickle)
-        schema, announcement = tensors.schema, b""
+    def framed(self, type_: int, flags: int, id_: int, arg: int, timeout_ms: int, content: Content) -> bytes:
+        """A message without large tensors, with what has to be announced before it."""
+        schema, announcement = content.schema, b""
+        if schema is None:
+            return content.framed(type_, flags, id_, arg, timeout_ms, 0)
         number = self._schemas.get(schema, ONE_OFF)
         if number == ONE_OFF and schema.uses > 1 and len(self._schemas) < _MAX_SCHEMAS:
             number = self._schemas[schema] = len(self._schemas) + 1
             announcement = frame(_SCHEMA, 0, 0, number, 0, schema.table)
-        layout = schema.table if number == ONE_OFF else number
-        return announcement + frame(type_, flags, id_, arg, timeout_ms, pickle, b"", layout, tensors.parts)
+        return announcement + content.framed(type_, flags, id_, arg, timeout_ms, number)
 
     def request(self, data: bytes, id_: int, timeout_s: float) -> Message:
         """Send a request and wait for the answer, a `Reply` or a `Failure`.

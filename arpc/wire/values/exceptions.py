@@ -95,11 +95,6 @@ def _refused(made: BaseException) -> NotAllowedError:
 
 def set_native_attribute(made: BaseException, name: str, value: Any) -> bool:
     """Set what is not in the ``__dict__`` of an exception, if this is such an attribute. Raises `NotAllowedError`."""
-    if name == "__notes__":
-        if type(value) is not list or not all(type(note) is str for note in value):
-            raise NotAllowedError("a message with notes of an exception that are no texts")
-        vars(made)[name] = value
-        return True
     for kind, names in _NATIVE.items():
         if isinstance(made, kind) and name in (*names, "args"):
             if name != "args":  # newer versions of Python say twice what those are

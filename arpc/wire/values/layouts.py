@@ -97,24 +97,24 @@ class Layout:
             self._inline = shapes, dtypes, offsets
             self._requiring_grad = [number for number, code in enumerate(codes) if code & Code.REQUIRES_GRAD]
 
-    def build(self, body: bytearray | memoryview, buffers: Sequence[Buffer]) -> list[Any]:
-        """The tensors of a message, and the memory of other objects. They lie in the body and the buffers.
+    def build(self, memory: bytes | bytearray | memoryview, buffers: Sequence[Buffer]) -> list[Any]:
+        """The tensors of a message, and the memory of other objects. They lie in the memory and the buffers.
 
-        More may follow the tensors in the body. Raises `ProtocolError` when the memory does not fit the layout,
+        More may follow the tensors in the memory. Raises `ProtocolError` when the memory does not fit the layout,
         `SerializationError` for a tensor that belongs on a device where it cannot be.
         """
-        if len(body) < self.inline_bytes:
+        if len(memory) < self.inline_bytes:
             raise ProtocolError("the inline tensors of a message are larger than the message")
         try:
             if self._inline is not None:
                 shapes, dtypes, offsets = self._inline
-                tensors = [*map(_from_numpy, map(_ndarray, shapes, dtypes, repeat(body), offsets))]
+                tensors = [*map(_from_numpy, map(_ndarray, shapes, dtypes, repeat(memory), offsets))]
                 for number in self._requiring_grad:
                     tensors[number].requires_grad_()
                 return tensors
             if len(buffers) < self.n_buffers:
                 raise ProtocolError(f"a tensor in buffer {self.n_buffers - 1} of {len(buffers)}")
-            builder = _Builder(memoryview(body)[: self.inline_bytes], buffers, is_restricted=self._is_restricted)
+            builder = _Builder(memoryview(memory)[: self.inline_bytes], buffers, is_restricted=self._is_restricted)
             return [builder.build(row) if isinstance(row, Entry) else builder.dense(*row) for row in self._rows]
         except (ProtocolError, SerializationError):
             raise

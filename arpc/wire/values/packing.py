@@ -111,9 +111,11 @@ class Description:
             return None
         source = 0
         if size := tensor.nbytes:
+            start = tensor.storage_offset() * tensor.itemsize
             address = tensor.data_ptr()
-            if address == tensor.storage_offset() * tensor.itemsize:
-                return None  # it was freed
+            if address == start:
+                return None  # it was freed, or never had any memory
+            _require_memory(tensor, int(start) + size)
             source = self._add_memory(tensor, address, size)
         self._spans.append(size)
         return code | Code.REQUIRES_GRAD if tensor.requires_grad else code, source, tensor.shape

@@ -133,7 +133,7 @@ async def desk() -> AsyncIterator[Desk]:
 async def test_a_call_without_arguments_has_an_empty_body(desk):
     call = desk.send(echo)
     assert (call.type, call.flags, call.function_id, call.timeout_ms) == (MessageType.REQUEST, 0, 5, 60_000)
-    assert (call.content.pickle, call.content.meta, call.content.tensors) == (b"", b"", None)
+    assert (call.content.pickle, call.content.meta, call.content.schema) == (b"", b"", None)
     assert call.size_bytes == call.content.size_bytes()
     assert call.connection is None
     assert call.name == "echo"
@@ -145,7 +145,7 @@ async def test_a_call_without_arguments_has_an_empty_body(desk):
 async def test_arguments_are_pickled_and_tensors_packed(desk):
     call = desk.send(echo, 1, "two", torch.ones(3))
     assert call.flags == 0
-    assert call.content.tensors.schema.inline_bytes >= 12
+    assert call.content.schema.inline_bytes >= 12
     assert pickle.loads(desk.send(echo, 1, "two").content.pickle) == (1, "two")
 
 
@@ -212,8 +212,7 @@ async def test_interceptors_with_an_occasion_add_their_bytes_and_may_change_tens
     call = desk.send(echo, torch.ones(2), metadata={"own": b"1"}, flags=RequestFlag.STREAM)
     assert decode_metadata(call.content.meta) == {"own": b"1", "trace": b"traced"}
     assert desk.tracer.seen == [(echo, True)]
-    (memory,) = call.content.tensors.parts
-    assert torch.frombuffer(bytearray(memory), dtype=torch.float32, count=2).tolist() == [2, 2]
+    assert torch.frombuffer(bytearray(call.content.inline), dtype=torch.float32, count=2).tolist() == [2, 2]
     desk.tracer.adds = None
     assert desk.send(echo).content.meta == b""
     desk.tracer.occasions.clear()
@@ -336,7 +335,7 @@ async def test_prepared_arguments_are_sent_as_they_are(desk):
     assert isinstance(prepared, Prepared)
     call_id = desk.sender.send(Call(desk.peer, Recipient(), prepared.function, prepared, prepared.kwargs))
     call = desk.peer.calls.get(call_id)
-    assert call.content.pickle is prepared.pickle
+    assert call.content.pickle == prepared.pickle
     assert call.flags == RequestFlag.KWARGS
     assert desk.sender.prepare(lambda work: work(), desk.peer, echo, None, None) == ()
 

@@ -145,7 +145,7 @@ async def test_who_sends_more_than_a_body_takes_is_told_and_nothing_else_suffers
 async def test_the_largest_pickle_and_the_largest_tensors_beside_it_fit():
     async with cluster(2, options=SMALL_BODY) as group:
         codec = group[0].agent.codec
-        sent = await give(8, codec._packer._inline_limit // 4)
+        sent = await give(8, SMALL_BODY.max_body_bytes // 256)
         assert await group[0].rpc_sync("worker1", echo, args=(1,)) == 1
         connection = group[0].agent.known_peer("worker1").connection
 

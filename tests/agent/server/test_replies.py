@@ -43,8 +43,7 @@ class FakeConnection:
         if self.is_closed:
             raise ConnectionClosedError("on purpose")
         self.sent.append((type_, flags, id_, arg, content.pickle))
-        tensors = content.tensors
-        return SimpleNamespace(is_sent=False) if tensors is not None and tensors.buffers else None
+        return SimpleNamespace(is_sent=False) if content.buffers else None
 
     def send(self, data: bytes) -> None:
         if self.is_closed:

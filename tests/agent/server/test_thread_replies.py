@@ -328,7 +328,7 @@ class _Line:
             run.inbound.forget(run)
 
     def frame_in_thread(self, type_: int, id_: int, content: Any) -> bytes:
-        assert content.tensors is None
+        assert content.schema is None
         return frame(type_, 0, id_, 0, 0, content.pickle)
 
 

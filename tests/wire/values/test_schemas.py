@@ -254,6 +254,33 @@ def test_a_view_whose_memory_was_cut_short_is_refused_although_such_a_view_was_s
         packer.pack([view])
 
 
+@pytest.mark.parametrize("rounds", [0, 1, 2, 3])
+@pytest.mark.parametrize("size", [6, 4000], ids=["inline", "large"])
+def test_a_tensor_whose_memory_was_cut_short_is_not_read_beyond_it(packer, size, rounds):
+    for tensor in (torch.arange(float(size)), torch.arange(float(2 * size))[size:], torch.rand(size, 2)[:, 0]):
+        for _ in range(rounds):
+            packer.pack([tensor])
+            packer.pack([tensor, torch.ones(3)])
+        last = tensor.storage_offset() + (size - 1) * tensor.stride(0)
+        tensor.untyped_storage().resize_(4 * last + 3)
+        with pytest.raises(SerializationError, match="memory was freed"):
+            packer.pack([tensor])
+        with pytest.raises(SerializationError, match="memory was freed"):
+            packer.pack([tensor, torch.ones(3)])
+
+
+def test_zeros_without_memory_are_sent_although_such_tensors_were_sent_before(packer):
+    for rounds in range(4):
+        for _ in range(rounds):
+            packer.pack([torch.ones(2, 2)])
+            packer.pack([torch.ones(2, 2), torch.ones(3)])
+        zeros = torch._efficientzerotensor(2, 2)
+        for sent in ([zeros], [zeros, torch.ones(3)], [zeros[1:], torch.ones(3)]):
+            arrived, *_ = unpacked(packer.pack(sent))
+            assert arrived.shape == sent[0].shape
+            assert not arrived.any()
+
+
 def test_fortran_order_arrays_keep_their_memory(packer):
     array = np.asfortranarray(np.arange(6.0).reshape(2, 3))
     for _ in range(3):

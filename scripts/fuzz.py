@@ -139,11 +139,12 @@ def frame_seeds() -> Iterable[bytes]:
         yield b"\xff" + frame(type_, 0, 1, 2, 3, b"pickle", meta)
     for tensors in ([torch.ones(3)], [torch.ones(2, 2, dtype=torch.bfloat16), torch.tensor(1)], [torch.ones(5)[::2]]):
         packed = Packer(1 << 12).pack(tensors)
-        table = packed.table
+        assert packed.schema is not None
+        table = packed.schema.table
         announcement = frame(MessageType.SCHEMA, 0, 0, 1, 0, table)
-        by_number = frame(MessageType.REQUEST, 0, 1, 1, 0, b"pickle", meta, 1, [packed.inline])
+        by_number = frame(MessageType.REQUEST, 0, 1, 1, 0, b"pickle", meta, 1, packed.inline)
         yield b"\xff" + announcement + by_number + by_number
-        yield b"\x03" + frame(MessageType.REPLY, 0, 1, 0, 0, b"pickle", b"", table, [packed.inline])
+        yield b"\x03" + frame(MessageType.REPLY, 0, 1, 0, 0, b"pickle", b"", table, packed.inline)
     bulk = frame(MessageType.REQUEST, 0, 1, 1, 0, b"pay", meta, buffer_sizes=(8, 4))
     data = struct.pack("<IBBHQIIII", 8, MessageType.DATA, 0, 0, 0, 0, 0, 0, 0) + bytes(8)
     yield b"\x04" + bulk + data + data
@@ -254,9 +255,10 @@ def tensor_seeds() -> Iterable[bytes]:
     ]
     for each in slots:
         packed = Packer(1 << 12).pack(each)
-        table = packed.table
+        assert packed.schema is not None
+        table = packed.schema.table
         if len(table) < 256:
-            yield bytes([0, len(table)]) + table + packed.inline
+            yield bytes([0, len(table)]) + table + b"".join(packed.inline)
 
 
 # -- pickles

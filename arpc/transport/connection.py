@@ -215,14 +215,10 @@ class Connection(ABC):
         schema, number = content.schema, 0
         if schema is not None:
             number = self._schemas.get(schema) or self._number(schema)
-            if content.buffers or number == ONE_OFF:
-                data = content.framed(type_, flags, id_, arg, timeout_ms, number)
-                if content.buffers:
-                    return self.send_bulk(data, content.buffers)
-                self.send(data)
-                return None
-        body = content.body
-        self.send(pack_header(len(body), type_, flags, 0, id_, arg, timeout_ms, content.meta_size, number) + body)
+        data = content.framed(type_, flags, id_, arg, timeout_ms, number)
+        if content.buffers:
+            return self.send_bulk(data, content.buffers)
+        self.send(data)
         return None
 
     def frame_in_thread(self, type_: int, id_: int, content: Content) -> bytes | None:

@@ -91,8 +91,8 @@ def _tables() -> Iterable[Input]:
                 packed = Packer(inline_limit).pack(slots, stager=stager)
             except RuntimeError:
                 continue  # a quantized tensor cannot be staged
-            table = msgspec.msgpack.decode(packed.table)
-            inline = packed.inline
+            assert packed.schema is not None
+            table, inline = msgspec.msgpack.decode(packed.schema.table), b"".join(packed.inline)
             buffers = [bytes(buffer) for buffer in packed.buffers]
             yield Input("table", [table, inline, bytes(16), buffers, stager is not None, 0])
             if all(entry[0] != Kind.SAVED for entry in table[4]):
@@ -107,12 +107,13 @@ def _whole_messages() -> Iterable[Input]:
     for slots in _messages():
         for inline_limit, schema in ((1 << 12, 1), (1 << 12, ONE_OFF), (0, 7), (0, ONE_OFF)):
             packed = Packer(inline_limit).pack(slots)
-            table = msgspec.msgpack.decode(packed.table)
+            assert packed.schema is not None
+            table = msgspec.msgpack.decode(packed.schema.table)
             sizes = [buffer.nbytes for buffer in packed.buffers]
             meta, content = b"\x80", b"pickle"
-            body = b"".join((packed.inline, *(size.to_bytes(8, "little") for size in sizes), meta, content))
+            body = b"".join((*packed.inline, *(size.to_bytes(8, "little") for size in sizes), meta, content))
             is_one_off = schema == ONE_OFF
-            size = len(packed.table)
+            size = len(packed.schema.table)
             length = len(body) + (size + 4 if is_one_off else 0)
             header = [length, int(MessageType.REQUEST), 0, len(sizes), 1, 2, 3, len(meta), schema]
             one_off = [table, size] if is_one_off else []

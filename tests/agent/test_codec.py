@@ -29,7 +29,7 @@ def make_codec(*interceptors: Any) -> Codec:
 def content_of(value: Any, codec: Codec, meta: bytes = b"") -> Content:
     """What is sent for a result."""
     pickle, slots = codec.pickler.dumps_result(value, main_by_value=False)
-    return codec.pack(slots, pickle, meta) if slots else Content(meta + pickle, len(meta))
+    return codec.pack(slots, pickle, meta) if slots else Content(pickle, meta)
 
 
 def received(content: Content) -> Message:
@@ -88,7 +88,7 @@ def test_a_message_without_metadata_has_none():
 
 
 def test_metadata_that_is_none_is_refused():
-    message = received(Content(b"\xc1 is no msgpack", 15))
+    message = received(Content(b"", b"\xc1 is no msgpack"))
     with pytest.raises(ProtocolError, match="malformed metadata"):
         make_codec().metadata(message)
 

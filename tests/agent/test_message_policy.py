@@ -143,9 +143,9 @@ def with_pickle(kind, id_, payload, form, meta=b""):
     packed = pack([torch.ones(2)])
     assert not packed.buffers
     if form == "own layout":
-        return frame(type_, 0, id_, arg, 0, payload, meta, packed.schema.table, [packed.inline])
+        return frame(type_, 0, id_, arg, 0, payload, meta, packed.schema.table, packed.inline)
     announced = frame(int(messages.Schema.type), 0, 0, SCHEMA, 0, packed.schema.table)
-    return announced + frame(type_, 0, id_, arg, 0, payload, meta, SCHEMA, [packed.inline])
+    return announced + frame(type_, 0, id_, arg, 0, payload, meta, SCHEMA, packed.inline)
 
 
 def payload_of(kind):

@@ -612,7 +612,7 @@ async def received_by_a_peer(connection: ListConnection) -> list[Message]:
 
 async def test_a_message_without_tensors_is_one_frame():
     connection, _ = await opened()
-    assert connection.send_message(REQUEST, 1, 2, 3, 4, Content(b"metapickle", 4)) is None
+    assert connection.send_message(REQUEST, 1, 2, 3, 4, Content(b"pickle", b"meta")) is None
     (message,) = await received_by_a_peer(connection)
     assert heard(message) == Spoken(MessageType.REQUEST, 1, 2, 3, 4, b"meta", b"pickle")
 

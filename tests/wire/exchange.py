@@ -30,7 +30,7 @@ def pack(slots: Sequence[Slot], inline_limit: int = INLINE, stager: Stager | Non
 
 def body_of(packed: Content, payload: bytes = b"payload") -> bytearray:
     """The body of a message: inline tensors first, the pickle last."""
-    body = bytearray(packed.inline)
+    body = bytearray(b"".join(packed.inline))
     assert len(body) == packed.schema.inline_bytes
     return body + payload
 
@@ -81,7 +81,7 @@ def exchange(
 def sent_bytes(slots: Sequence[Slot], inline_limit: int = INLINE) -> int:
     """How many bytes of tensors go over the wire."""
     packed = pack(slots, inline_limit)
-    return len(packed.body) + sum([buffer.nbytes for buffer in packed.buffers])
+    return len(packed.pickle) + sum(map(len, packed.inline)) + sum([buffer.nbytes for buffer in packed.buffers])
 
 
 def bits(tensor: Tensor) -> list[int]:

@@ -31,7 +31,7 @@ def packed(*tensors: torch.Tensor, inline_limit: int = 1 << 20) -> Content:
 def request(tensors: Content, schema: int, pickle: bytes = b"pickle", **changed: bytes) -> bytes:
     """A request with tensors, its layout announced under a number or its own."""
     layout = changed.get("table", tensors.schema.table) if schema == ONE_OFF else schema
-    parts = [changed.get("inline", tensors.inline)]
+    parts = [changed["inline"]] if "inline" in changed else tensors.inline
     sizes = [buffer.nbytes for buffer in tensors.buffers]
     return frame(MessageType.REQUEST, 0, 1, 2, 3, pickle, b"meta", layout, parts, sizes)
 
@@ -240,4 +240,4 @@ def test_the_policy_of_allow_list_mode_reads_layouts_restricted():
     tensors = packed(torch.quantize_per_tensor(torch.ones(4), 0.1, 0, torch.quint8))
     layout = AllowList("me").layout(tensors.schema.table)
     with pytest.raises(SerializationError, match="allow-list mode"):
-        layout.build(bytearray(tensors.inline), [*tensors.buffers])
+        layout.build(bytearray(b"".join(tensors.inline)), [*tensors.buffers])

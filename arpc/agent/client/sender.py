@@ -97,7 +97,7 @@ class Sender:
         if any(self._occasions) and not call.is_internal:
             metadata = self._intercepted(call, slots)
         meta = encode_metadata(metadata) if metadata else b""
-        content = self._codec.pack(slots, pickle, meta, peer.stager) if slots else Content(meta + pickle, len(meta))
+        content = self._codec.pack(slots, pickle, meta, peer.stager) if slots else Content(pickle, meta)
         call.size_bytes = content.size_bytes()
         if scope is not None:
             scope.call_begun(call.recipient)

@@ -137,7 +137,7 @@ class Replies:
                 raise TakesLoopError(pickle, slots)  # which pickles nothing again: RRefs in it have been handed out
             meta = encode_metadata(metadata) if metadata else b""
         if not slots:
-            return Content(meta + pickle, len(meta))
+            return Content(pickle, meta)
         stager = codec.stager_back(run.meta) if codec.knows_devices or run.meta else None
         return codec.pack(slots, pickle, meta, stager)
 
@@ -299,8 +299,9 @@ class Replies:
             self._forget(run)
         if error is None:
             results = run.results or run.function.results
-            if content.buffers or len(content.body) > results.unsurprising_bytes:
-                results.saw(content.size_bytes())
+            size_bytes = len(content.pickle) if content.schema is None else content.size_bytes()
+            if size_bytes > results.unsurprising_bytes:
+                results.saw(size_bytes)
         if content.waits:
             fail = partial(self.fail, inbound, run.id, FailureKind.RAISED)
             self._send_when_filled(run, type_, flags, arg, content, fail)

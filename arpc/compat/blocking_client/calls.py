@@ -123,7 +123,7 @@ class BlockingCalls:
             if len(packed.pickle) > _MAX_BYTES or _OURS in packed.pickle:
                 return TAKES_LOOP
             content = self._codec.pack(packed.slots, packed.pickle) if packed.slots else Content(packed.pickle)
-            if content.buffers or len(content.inline) > _MAX_BYTES:
+            if content.buffers or content.size_bytes() > _MAX_BYTES:
                 return TAKES_LOOP
         free = pool.free
         try:

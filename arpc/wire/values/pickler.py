@@ -17,8 +17,7 @@ import pickle
 import sys
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
-from itertools import compress, repeat
-from operator import is_, methodcaller, not_
+from operator import methodcaller, not_
 from pickle import PickleBuffer
 from typing import Any, Final
 
@@ -56,8 +55,6 @@ from arpc.wire.values.reducers import (
 __all__ = ["SCALARS", "Parcel", "Pickler", "Reducer", "importable_name", "loads"]
 
 _FLAT: Final = SCALARS | {Tensor}
-_STANDS_FOR: Final[dict[type, Any]] = {Tensor: HOLE}
-"""What is pickled instead of an object of a class."""
 _dumps, _loads = pickle.dumps, pickle.loads
 _A_TENSOR: Final = _dumps(HOLE, protocol=5, buffer_callback=not_)
 """The pickle of a result that is a tensor."""
@@ -95,14 +92,15 @@ def _dumps_flat(values: tuple[Any, ...] | list[Any]) -> tuple[bytes, list[Slot]]
         return None
     if Tensor not in kinds:
         return _dumps(values, protocol=5), []
-    slots: list[Slot] = [*flat] if len(kinds) == 1 else [*compress(flat, map(is_, map(type, flat), repeat(Tensor)))]
+    slots: list[Slot] = [*flat] if len(kinds) == 1 else [value for value in flat if value.__class__ is Tensor]
     count = len(slots)
     if count > 1 and (count > _MAX_CONSTANT or len({*map(id, slots)}) < count):
         return None
     if count == len(flat) and type(flat) is tuple:
         return _pickle_of_tensors(count), slots
-    pickled: Any = map(_STANDS_FOR.get, map(type, flat), flat)
-    pickled = tuple(pickled) if type(flat) is tuple else [*pickled]
+    pickled: Any = [HOLE if value.__class__ is Tensor else value for value in flat]
+    if type(flat) is tuple:
+        pickled = tuple(pickled)
     if flat is not values:
         pickled = (pickled,) if type(values) is tuple else [pickled]
     return _dumps(pickled, protocol=5, buffer_callback=not_), slots

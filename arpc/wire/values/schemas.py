@@ -142,7 +142,7 @@ class Schema:
             parts = map(bytes.ljust, parts, self._padded, repeat(b"\0"))
         if self._is_mixed:
             return self._with_others([*parts], slots, pickle, meta)
-        return Content(b"".join([*parts, meta, pickle]), len(meta), self)
+        return Content(pickle, meta, self, [*parts])
 
     def _with_others(self, parts: list[bytes], slots: Sequence[Any], pickle: bytes, meta: bytes) -> Content:
         """Add what is not a small tensor."""
@@ -150,7 +150,7 @@ class Schema:
             memory = bytes(slots[at].raw())
             parts.insert(place, memory.ljust(_padded(len(memory)), b"\0"))
         buffers = [_buffer_of(slots[at], size) for at, size in self._large]
-        return Content(b"".join([*parts, meta, pickle]), len(meta), self, buffers)
+        return Content(pickle, meta, self, parts, buffers)
 
 
 def _padded(size_bytes: int) -> int:
@@ -250,5 +250,4 @@ class Packer:
             schema.learn(slots, described.spans, limit)
             self._by_looks[looks] = schema
         schema.uses += 1
-        body = b"".join((*described.parts, meta, pickle))
-        return Content(body, len(meta), schema, described.buffers, described.waits)
+        return Content(pickle, meta, schema, described.parts, described.buffers, described.waits)

@@ -212,7 +212,7 @@ async def test_interceptors_with_an_occasion_add_their_bytes_and_may_change_tens
     call = desk.send(echo, torch.ones(2), metadata={"own": b"1"}, flags=RequestFlag.STREAM)
     assert decode_metadata(call.content.meta) == {"own": b"1", "trace": b"traced"}
     assert desk.tracer.seen == [(echo, True)]
-    assert torch.frombuffer(bytearray(call.content.inline), dtype=torch.float32, count=2).tolist() == [2, 2]
+    assert torch.frombuffer(bytearray(b"".join(call.content.inline)), dtype=torch.float32, count=2).tolist() == [2, 2]
     desk.tracer.adds = None
     assert desk.send(echo).content.meta == b""
     desk.tracer.occasions.clear()

@@ -262,7 +262,7 @@ async def sent(worker: arpc.Worker, type_: MessageType, times: int, **call: Any)
     connection._write = watch
     for _ in range(times):
         await worker.rpc_sync("worker1", **call)
-    del connection._write
+    connection._write = write
     return sum(count_frames(data, type_) for data in frames)
 
 

@@ -7,6 +7,7 @@ import contextlib
 import io
 import multiprocessing
 import os
+import signal
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from typing import Final
 
@@ -66,6 +67,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell starts background commands with SIGINT ignored, nohup does so with SIGHUP, and child processes inherit it:
+    # those that a test interrupts would not end.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+    if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
     for plugin in (timeouts, remains):
         config.pluginmanager.register(plugin)
 

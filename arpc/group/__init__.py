@@ -1,1 +1,1 @@
-"""Who is in the group: how workers meet, what they know of each other, and who has come or left."""
+"""Group membership: how workers meet, what they know of each other, and which workers have joined or left."""

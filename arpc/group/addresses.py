@@ -1,4 +1,4 @@
-"""Where a worker listens by default, the address by which others reach it, and where it must not listen unguarded."""
+"""A worker's default addresses, the addresses by which peers reach it, and the check against unguarded ones."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ __all__ = ["check_guarded", "default_addresses", "reachable_address"]
 
 logger = get_logger("arpc.addresses")
 
-# An address that stands for all interfaces, and one beyond this machine of its family (of documentation, never reached)
+# Addresses that stand for all interfaces, each with one beyond this machine (for documentation, never reached)
 _EVERYWHERE: Final = {"0.0.0.0": "192.0.2.1", "::": "2001:db8::1"}  # noqa: S104 - only compared with
 _DISCARD_PORT: Final = 9
 _SHORT_SECRET_BYTES: Final = 16
 
 
 async def default_addresses(options: RpcOptions, store_host: str | None) -> tuple[str, ...]:
-    """A unix socket, and TCP as far as the group reaches.
+    """Return a unix socket, and a TCP address as far as the group reaches.
 
-    Within this machine the unix socket is enough, and only this user gets through it; on loopback TCP all users of the
-    machine would.
+    Within this machine the unix socket is enough, and only this user can connect to it; to loopback TCP all users of
+    the machine could. Raises `ConfigurationError` for a group beyond this machine without a secret or TLS.
     """
     unix = ("unix://",) if hasattr(socket, "AF_UNIX") else ()
     interface = None if store_host is None else await _interface_to(store_host)
@@ -43,7 +43,7 @@ async def default_addresses(options: RpcOptions, store_host: str | None) -> tupl
 
 
 async def reachable_address(address: str, store_host: str | None) -> str:
-    """An address as others reach it: one of all interfaces becomes that of the interface towards the store, or out."""
+    """Return an address as peers reach it: "all interfaces" becomes the one towards the store, or other hosts."""
     if not address.startswith("tcp://"):
         return address
     host, port = split_tcp(address)
@@ -57,7 +57,7 @@ async def reachable_address(address: str, store_host: str | None) -> str:
 
 
 def check_guarded(addresses: Sequence[str], options: RpcOptions) -> None:
-    """Raise `ConfigurationError` for addresses beyond this host without a secret: unpickling runs code."""
+    """Raise `ConfigurationError` for addresses beyond this host without a secret or TLS: unpickling runs code."""
     for address in addresses:
         if not address.startswith("tcp://") or is_loopback(split_tcp(address)[0]):
             continue
@@ -80,11 +80,11 @@ def check_guarded(addresses: Sequence[str], options: RpcOptions) -> None:
 
 
 async def _interface_to(host: str) -> str:
-    """The address that this machine has towards another. Raises `ConfigurationError` if there is no way."""
+    """Return the address of this machine's interface towards a host. Raises `ConfigurationError` if there is none."""
     try:
         found = await asyncio.get_running_loop().getaddrinfo(host, _DISCARD_PORT, type=socket.SOCK_DGRAM)
     except OSError as error:
-        # the name of a pod of Kubernetes leads there some time after the pod is up; for others it is the way out
+        # the name of a Kubernetes pod resolves some time after the pod is up; others reach its outward address
         is_here = host.partition(".")[0] == socket.gethostname().partition(".")[0]
         outwards = _interface_towards(_EVERYWHERE["0.0.0.0"], socket.AF_INET) if is_here else None  # noqa: S104
         if outwards is not None:

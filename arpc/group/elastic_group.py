@@ -1,14 +1,15 @@
 """An elastic group: workers join and leave at any time.
 
-The keys, all under ``elastic/``: ``next_id`` counts up, ``id/<id>`` is there for every id that was given out,
-``name/<name>`` holds the record of the worker that has the name, or `FREE`. ``event/<k>`` is a log without gaps of who
-joined and left, ``tail`` a lower bound of its length. Who has a name is decided by ``name/<name>``; who is in the group
-is read from the log, of which every worker reads only what is new to it.
+The keys, all under ``elastic/``: ``next_id`` counts up, ``id/<id>`` exists for every id that was given out,
+``name/<name>`` holds the record of the worker that has the name, or `FREE`. ``event/<k>`` is a log without gaps of
+joins and leaves, ``tail`` a lower bound of its length. ``name/<name>`` decides which worker has a name; the members are
+read from the log, of which every worker reads only the new part.
 
-A store that a worker serves ends with that worker; the group does not. Its address stands for the group: the others go
-back there, one of them serves a store again if it can, and each registers again, itself and all workers it knows. From
-then on ``used`` holds the ids that must not be given out any more. The first newcomer in a store, at an address where
-there may have been another before, waits a moment for such workers; ``founded`` is there once that is over.
+A store that a worker serves ends with that worker; the group does not. Its address stands for the group: the other
+workers return there, one of them serves a store again if it can, and each registers itself and all workers it knows
+again. From then on ``used`` holds the ids that must not be given out any more. The first newcomer in a store, at an
+address where there may have been another store before, waits a moment for such workers; ``founded`` exists once that is
+over.
 """
 
 from __future__ import annotations
@@ -50,12 +51,12 @@ __all__ = ["ElasticRendezvous"]
 logger = get_logger("arpc.rendezvous")
 
 FREE: Final = b"\xc1free"
-"""The value of a name whose worker has left. A key that was deleted could not be told from one that never was."""
+"""The value of a name whose worker has left. A deleted key would look like one that never existed."""
 
 TAIL: Final = "elastic/tail"
 NEXT_ID: Final = "elastic/next_id"
 USED: Final = "elastic/used"
-"""A bit for each id that was given out in a store before this one, the lowest first."""
+"""A bit for each id that was given out in an earlier store, the lowest first."""
 FOUNDED: Final = "elastic/founded"
 EVENTS_AT_ONCE: Final = 1024
 TOKEN_BYTES: Final = 8
@@ -66,7 +67,7 @@ _event_decoder: Final[msgspec.msgpack.Decoder[Joined | Left]] = msgspec.msgpack.
 
 
 def allocate_id(kv: KeyValues, wish: int | None) -> WorkerId:
-    """An id that no worker of this group ever had: the wanted one if possible."""
+    """Return an id that no worker of this group ever had: ``wish`` if possible. Raises `RendezvousError`."""
     token = secrets.token_bytes(TOKEN_BYTES)
     for worker_id in _candidates(kv, wish):
         if kv.swap(_id_key(worker_id), token) == token:
@@ -77,7 +78,7 @@ def allocate_id(kv: KeyValues, wish: int | None) -> WorkerId:
 
 
 def _candidates(kv: KeyValues, wish: int | None) -> Iterator[WorkerId]:
-    """Ids that no worker had in an earlier store, to be tried one after the other."""
+    """Yield ids that no worker had in an earlier store, to be tried one after the other."""
     used = int.from_bytes(kv.peek(USED) or b"", "little")
     if wish is not None and not used >> wish & 1:
         yield wish
@@ -85,8 +86,8 @@ def _candidates(kv: KeyValues, wish: int | None) -> Iterator[WorkerId]:
         while (worker_id := kv.add(NEXT_ID, 1) - 1) <= MAX_WORKER_ID:
             yield worker_id
         return
-    # Some workers may still be on their way from the earlier store to this one, with ids that nobody here knows.
-    # Counting would give just those out again, a lot hardly ever does.
+    # Some workers may still be on their way from the earlier store to this one, with ids that are not marked here yet.
+    # Counting up would give out just those again; a random start hardly ever does.
     bits = f"{used:0{MAX_WORKER_ID + 1}b}"
     unused = [MAX_WORKER_ID - place for place, bit in enumerate(bits) if bit == "0"]
     first = secrets.randbelow(len(unused)) if unused else 0
@@ -95,7 +96,7 @@ def _candidates(kv: KeyValues, wish: int | None) -> Iterator[WorkerId]:
 
 
 def mark_used(kv: KeyValues, used: int) -> None:
-    """Give these ids, one for each bit, to no worker any more."""
+    """Mark these ids, one for each bit, as used: no worker gets them any more."""
     before = kv.peek(USED) or b""
     while True:
         merged = used | int.from_bytes(before, "little")
@@ -107,17 +108,17 @@ def mark_used(kv: KeyValues, used: int) -> None:
 
 
 def append_event(kv: KeyValues, event: Joined | Left) -> int:
-    """Write to the end of the log; the place where it stands."""
+    """Append an event to the log; returns its place."""
     packed = encode(event)
     place = kv.count(TAIL)
     while kv.swap(f"elastic/event/{place}", packed) != packed:
         place += 1
-    kv.set(TAIL, b"%d" % (place + 1))  # may step back when two write at once: it is where to start looking, no more
+    kv.set(TAIL, b"%d" % (place + 1))  # may step back when two workers write at once: it is only where to start looking
     return place
 
 
 def read_events(kv: KeyValues, start: int) -> list[Joined | Left]:
-    """The log from a place on. One operation if there is nothing new."""
+    """Return the log from a place on. Takes one store operation if there is nothing new."""
     packed: list[bytes] = []
     while (event := kv.peek(f"elastic/event/{start + len(packed)}")) is not None:
         packed.append(event)
@@ -128,20 +129,20 @@ def read_events(kv: KeyValues, start: int) -> list[Joined | Left]:
 
 
 class Stay(Presence):
-    """One worker's time in the group. Its steps run in the store's thread, one after the other."""
+    """One worker's stay in the group. Its methods run in the store's thread, one after the other."""
 
     mine, others = PRESENT_ELASTIC, PRESENT_STATIC
     _record: WorkerRecord | None = None
 
     def _check_unmixed(self, kv: KeyValues) -> None:
-        """Raise, once for each worker of the other kind that came since `enter`."""
+        """Raise `RendezvousError` if a worker of the other kind came since the last check, or since `enter`."""
         if self.is_mixed(kv):
             raise RendezvousError(MIXED_TEXT)
 
     def take_name(self, kv: KeyValues, record: WorkerRecord, dead: bytes | None) -> bytes | int:
-        """Join under the record's name if it is free, or held by that dead worker still; our place in the log.
+        """Join under the record's name if it is free, or still held by the worker of the packed record ``dead``.
 
-        Otherwise the packed record of the worker that has the name.
+        Returns this worker's place in the log; otherwise the packed record of the worker that has the name.
         """
         packed = encode(record)
         expected = dead or b""
@@ -160,10 +161,10 @@ class Stay(Presence):
     def restore(
         self, kv: KeyValues, record: WorkerRecord, known: Iterable[WorkerRecord], used: int
     ) -> list[Joined | Left]:
-        """Be in the group again after its store was lost, and all others that are known with it; the whole log.
+        """Register this worker and all known ones in a new store after the old one was lost; returns the whole log.
 
-        What is in the store already stands: a worker that was given a name, or an id, in the meantime keeps it. So this
-        worker is back if the log has its record, and was replaced if not.
+        Entries that are in the store already take precedence: a worker that was given a name, or an id, in the meantime
+        keeps it. So this worker is back if the log has its record, and was replaced if not.
         """
         self._be_counted(kv)
         self._record = record
@@ -177,7 +178,7 @@ class Stay(Presence):
         packed = encode(record)
         if kv.peek(_name_key(record)) is not None or kv.swap(_id_key(record.id), packed) != packed:
             return
-        # another that knows it may do this at the same time: to be told twice of a worker changes nothing
+        # another worker may do this at the same time: a second `Joined` of the same record changes nothing
         if kv.swap(_name_key(record), packed) == packed:
             kv.add(PRESENT_ELASTIC, 1)
             append_event(kv, Joined(record))
@@ -186,8 +187,8 @@ class Stay(Presence):
         if self._record is not None:
             packed = encode(self._record)
             if kv.peek(_name_key(self._record)) != packed:
-                return False  # another took this worker for dead
-            # In this order: if we die between the two, the name is that of a dead worker, which can be taken.
+                return False  # another worker took this one for dead
+            # In this order: if this worker dies between the two, a dead worker has the name, which can be taken.
             append_event(kv, Left(self._record))
             kv.swap(_name_key(self._record), FREE, expected=packed)
         return True
@@ -206,7 +207,7 @@ def _id_key(worker_id: WorkerId) -> str:
 
 
 class ElasticRendezvous(Rendezvous):
-    """A `Rendezvous` without a size. An id is used once, a name again and again."""
+    """A `Rendezvous` of an elastic group. An id is used only once; a name can be used again after its worker left."""
 
     _presence: Stay
 
@@ -218,9 +219,9 @@ class ElasticRendezvous(Rendezvous):
         self._used = 0
         """A bit for each id that a worker of the group has, or had."""
         self._is_away = False
-        """The store was lost, and this worker has not registered in another yet."""
+        """Whether the store was lost, and this worker has not registered in another yet."""
         self._found_again = asyncio.Event()
-        """Set when that has happened, once for each time."""
+        """Set when this worker has registered in another store; there is a new event for each time."""
 
     async def _join_once(
         self, name: str, make_record: MakeRecord, probe: Probe | None, deadline: float, timeout_s: float
@@ -239,7 +240,7 @@ class ElasticRendezvous(Rendezvous):
                 raise NameTakenError(
                     f"the name {name!r} is taken: worker {holder.name!r} (id {holder.id}) has it and has not left"
                 )
-            # await hazard: another newcomer may be faster, so the name is taken only if it is still the dead's
+            # await hazard: another newcomer may be faster, so the name is taken only if the dead worker still has it
             dead = found
         self._joined_at = found
         await self._catch_up()
@@ -278,7 +279,7 @@ class ElasticRendezvous(Rendezvous):
         return {**super().statistics(), "events": self._read_until}
 
     async def _wait_for_earlier_group(self, deadline: float) -> None:
-        """Give workers whose store was at this address before time to come back: their names are not free."""
+        """Give the workers of an earlier store at this address time to come back: their names are not free."""
         settle_s = self._store.access.settle_s
         if settle_s:
             settled_at = min(deadline, self._now() + settle_s)
@@ -286,7 +287,7 @@ class ElasticRendezvous(Rendezvous):
             await self._store.run(lambda kv: kv.set(FOUNDED, b"1"))
 
     async def _return(self) -> None:
-        """Have a store again, and be in it: the one that is there by now, or one that this worker serves."""
+        """Register in another store, one that is there by now or that this worker serves; retries until it succeeds."""
         record = self.record
         self._is_away = True
         while True:
@@ -313,17 +314,17 @@ class ElasticRendezvous(Rendezvous):
             logger.error("worker %s (id %d) was taken for dead: others let it in no more", *record.info)
 
     async def _catch_up(self) -> None:
-        """Read the part of the log that is new."""
+        """Read the new part of the log."""
         if self._is_away:
             raise RendezvousError(f"the store {self._store.access.description} was lost, and is not found again yet")
         start = self._read_until
         store = self._store.access
         events = await self._store.run(partial(read_events, start=start))
-        if store is self._store.access:  # await hazard: else they are of a store that was lost since
+        if store is self._store.access:  # await hazard: otherwise the events are from a store that was lost since
             self._read(start, events)
 
     async def _is_found_again(self) -> bool:
-        """Give a lost store a moment to be found again: most are at once, by another worker that serves one."""
+        """Wait a moment until a lost store is found again; returns whether it was. Most are found at once."""
         if self._store.can_reopen and (self._is_away or self._store.is_lost):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RETURN_LIMIT_S):
@@ -331,14 +332,14 @@ class ElasticRendezvous(Rendezvous):
         return not (self._is_away or self._store.is_lost)
 
     def _begin_log(self, events: Sequence[Joined | Left]) -> None:
-        """Forget the members: the log of another store has them."""
+        """Forget the members, and read them from the log of another store."""
         self._read_until = 0
         self._by_id.clear()
         self._by_name.clear()
         self._read(0, events)
 
     def _read(self, start: int, events: Sequence[Joined | Left]) -> None:
-        """Take note of a part of the log, of which some may be known already."""
+        """Apply a part of the log to the members; events that were read already are skipped."""
         for event in events[self._read_until - start :]:
             self._read_until += 1
             record = event.record

@@ -1,8 +1,8 @@
 """A torch store made safe to use from an event loop.
 
-A call into a store blocks, and while one thread waits inside a store client no other thread gets through. So each
-`GroupStore` owns one daemon thread, all work on the store is done there in the order it was handed in, and none of it
-ever waits for a key: it looks, and code that wants to wait looks again later (`GroupStore.poll`).
+A call into a store blocks, and while one thread waits inside a store client no other thread can use it. So each
+`GroupStore` owns one daemon thread, which does all work on the store in the order of submission. None of this work ever
+waits for a key: code that has to wait reads the key again later (`GroupStore.poll`).
 """
 
 from __future__ import annotations
@@ -28,53 +28,53 @@ logger = get_logger("arpc.rendezvous")
 T = TypeVar("T")
 
 PREFIX: Final = "arpc/"
-"""Before every key, as the store may serve process groups as well."""
+"""The prefix of every key, as the store may serve process groups as well."""
 
 ABSENT: Final = b"\xc1absent"
-"""No value of ours: 0xc1 is the one byte that msgpack never writes, and counters are digits."""
+"""A value that no key ever has: 0xc1 is the one byte that msgpack never writes, and counters are digits."""
 
 CLOSING: Final = "closing"
-"""``1`` from when the host of the store starts to leave until a host comes again."""
+"""A key that is ``1`` from when the host of the store starts to leave until a host comes again."""
 
 GUESTS: Final = "guests"
-"""How many use the store that another one hosts."""
+"""The counter of the workers that use a store which another worker hosts."""
 
 OPERATION_LIMIT_S: Final = 30.0
 """A store that takes longer to answer counts as lost: its host is stopped, or the network is gone."""
 
 CLOSE_LIMIT_S: Final = 1.0
 IDLE_S: Final = 1.0
-"""After so long without anything to do, the thread ends."""
+"""The thread ends after this long without a job."""
 FIRST_DELAY_S: Final = 0.001
 LONGEST_DELAY_S: Final = 0.05
 
 
 def deadline_after(timeout_s: float) -> float:
-    """The time of the running loop when `timeout_s` will have passed; 0 means never."""
+    """Return the running loop's time when `timeout_s` will have passed; a timeout of 0 means no limit."""
     return asyncio.get_running_loop().time() + timeout_s if timeout_s else float("inf")
 
 
 def first_line(error: Exception) -> str:
-    """The words of an error, without the C++ stack that torch appends."""
+    """Return the text of an error, without the C++ stack that torch appends."""
     return str(error).partition("\n")[0] or type(error).__name__
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """How a store is reached."""
+    """The location of a store, and whether this process serves it."""
 
     description: str
     host: str | None = None
-    """The machine that serves it, if one does and it is known."""
+    """The machine that serves the store; None if there is none, or it is not known."""
     port: int | None = None
     is_host: bool = False
-    """This process serves it: other workers lose the store when this one closes it."""
+    """Whether this process serves the store: other workers lose it when this one closes it."""
     settle_s: float = 0.0
-    """How long the first worker waits for those of a group that had its store there before."""
+    """How long the first worker waits for the workers of a group that had its store there before."""
 
 
 class KeyValues:
-    """A store as work in its thread sees it: short calls, none of which waits for a key to appear."""
+    """The operations on a store, for its thread: short calls, none of which waits for a key to appear."""
 
     def __init__(self, store: Store, access: Access, released: Callable[[], None] = lambda: None) -> None:
         self.access: Final = access
@@ -85,38 +85,38 @@ class KeyValues:
         self.operations = 0
 
     def peek(self, key: str) -> bytes | None:
-        """The value of a key, or None if it has none (`Store.get` would wait for one)."""
+        """Return the value of a key, or None if it has none (`Store.get` would wait for one)."""
         # Comparing with a value that no key has changes nothing, and returns that value if the key is not there.
         value: bytes = self._do("compare_set", PREFIX + key, ABSENT, ABSENT)
         return None if value == ABSENT else value
 
     def count(self, key: str) -> int:
-        """The value of a counter. Adding 0 would tell as well, but lets the file of a FileStore grow."""
+        """Return the value of a counter. Adding 0 would return it too, but lets the file of a FileStore grow."""
         return int(self.peek(key) or 0)
 
     def set(self, key: str, value: bytes) -> None:
         self._do("set", PREFIX + key, value)
 
     def add(self, key: str, amount: int) -> int:
-        """Change a counter; its new value."""
+        """Change a counter; returns its new value."""
         total: int = self._do("add", PREFIX + key, amount)
         return total
 
     def swap(self, key: str, value: bytes, *, expected: bytes = b"") -> bytes:
-        """Set a key if it has the expected value (by default: if it has none); the value that it has then."""
+        """Set a key if it has the expected value (by default: none); returns the value that it has then."""
         now: bytes = self._do("compare_set", PREFIX + key, expected, value)
         return now
 
     def fetch(self, keys: Sequence[str]) -> list[bytes]:
-        """The values of keys that are known to be there, in one operation."""
+        """Return the values of keys that are known to exist, in one operation."""
         values: list[bytes] = self._do("multi_get", [PREFIX + key for key in keys]) if keys else []
         return values
 
-    # A store that one of the workers hosts ends with it. So the host first says that it is leaving, then waits for its
-    # guests to go, while those who come count themselves first and then look whether they are still welcome.
+    # A store that one of the workers hosts ends with it. So the host first announces that it is leaving, then waits for
+    # its guests to leave, while a new guest first counts itself and then checks whether the host is leaving.
 
     def enter(self) -> bool:
-        """Count ourselves among those who use the store; False if its host is about to leave with it."""
+        """Count this worker as a guest of the store; returns False if the host is about to leave with it."""
         self._is_guest = True
         self.add(GUESTS, 1)
         if not self.is_closing():
@@ -125,7 +125,7 @@ class KeyValues:
         return False
 
     def say_goodbye(self) -> None:
-        """The last thing to do with a store that another one hosts: it may be gone right after."""
+        """Stop counting this worker as a guest. It must not use the store any more, which may end right after."""
         if self._is_guest:
             self._is_guest = False
             self.add(GUESTS, -1)
@@ -140,7 +140,7 @@ class KeyValues:
         self.set(CLOSING, b"1" if is_closing else b"0")
 
     def release(self) -> None:
-        """Let go of the store. A server in it ends if nobody else holds it."""
+        """Drop the store. A server in it ends unless another object refers to it."""
         if not self.is_lost:
             with contextlib.suppress(RendezvousError):
                 self.say_goodbye()
@@ -156,7 +156,7 @@ class KeyValues:
         try:
             # The method is kept in no variable: the traceback of an error would keep it, the store and its server.
             return getattr(self._store, operation)(*args)
-        except Exception as error:  # a store that was handed in may raise anything
+        except Exception as error:  # a store that the user made may raise anything
             self.is_lost = True
             raise RendezvousError(
                 f"the store {self.access.description} was lost in {operation}(): {first_line(error)} "
@@ -165,11 +165,11 @@ class KeyValues:
 
 
 class StoreThread:
-    """One thread that does what it is handed, in that order, and tells the loop.
+    """One thread that runs functions in the order of submission, and reports their results to the loop.
 
-    What was handed in is done even if nobody waits for it any more. So when a step is cancelled and the one that undoes
-    it is handed in next, the second can rely on the first. While there is nothing to do there is no thread either: all
-    system calls of a process take longer when it has more than one, and most groups meet once.
+    A function runs even if its caller does not wait any more. So when a step is cancelled and the one that undoes it is
+    submitted next, the second can rely on the first. While there is nothing to do there is no thread either: all system
+    calls of a process take longer when it has more than one, and most groups meet once.
     """
 
     def __init__(self) -> None:
@@ -179,7 +179,7 @@ class StoreThread:
         self._is_closed = False
 
     def submit_nowait(self, function: Callable[[], T]) -> asyncio.Future[T]:
-        """Do it after all that was handed in before. Raises `RendezvousError` if there can be no thread."""
+        """Run a function after all that were submitted before. Raises `RendezvousError` if no thread can be started."""
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
 
@@ -189,12 +189,12 @@ class StoreThread:
                 tell = partial(_settle, future, future.set_result, function())
             except Exception as error:  # noqa: BLE001 - raised where the result is awaited
                 tell = partial(_settle, future, future.set_exception, error)
-            with contextlib.suppress(RuntimeError):  # the loop is closed: nobody is left to be told
+            with contextlib.suppress(RuntimeError):  # the loop is closed: no caller waits any more
                 loop.call_soon_threadsafe(tell)
 
         with self._lock:
             if self._thread is None:
-                # a daemon: a call into a store whose host is stopped may never come back
+                # a daemon: a call into a store whose host is stopped may never return
                 thread = threading.Thread(target=self._serve, name="arpc-store", daemon=True)
                 try:
                     thread.start()
@@ -217,10 +217,10 @@ class StoreThread:
             if job is None:
                 return
             job()
-            del job  # it holds the store, which may be gone before the next one comes
+            del job  # it holds the store, which may have to end before the next job comes
 
     async def run(self, function: Callable[[], T], *, limit_s: float | None) -> T:
-        """Do it in the thread. `TimeoutError` if that takes longer than the limit; it goes on all the same."""
+        """Run a function in the thread. Raises `TimeoutError` after the limit; the function goes on nevertheless."""
         if self._is_closed:
             raise RendezvousError("the store is closed")
         future = self.submit_nowait(function)
@@ -230,10 +230,10 @@ class StoreThread:
                 raise TimeoutError
             return future.result()
         finally:
-            future.cancel()  # if nobody waits any more, nobody shall complain that its error was never seen
+            future.cancel()  # without this, asyncio would log an error that no caller waits for any more
 
     async def aclose(self, last: Callable[[], None] | None = None) -> None:
-        """Do one last thing and end the thread."""
+        """Run one last function and end the thread."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -248,7 +248,7 @@ class StoreThread:
         if not ended.done():
             logger.warning("a call into the store has not come back in %g s: its thread stays behind", CLOSE_LIMIT_S)
         elif thread is not None:
-            thread.join(CLOSE_LIMIT_S)  # on the loop, but there is nothing left to the thread but to return
+            thread.join(CLOSE_LIMIT_S)  # blocks the loop, but the thread has nothing left to do but return
 
 
 def _settle(future: asyncio.Future[T], settle: Callable[[Any], None], value: object) -> None:
@@ -259,7 +259,7 @@ def _settle(future: asyncio.Future[T], settle: Callable[[Any], None], value: obj
 class GroupStore:
     """The store of one worker, with its thread and the worker's place in the group.
 
-    ``world_size`` is None in an elastic group, where ``rank`` is a wish for that id and no more.
+    ``world_size`` is None in an elastic group, where ``rank`` is only the preferred id.
     """
 
     def __init__(
@@ -279,20 +279,20 @@ class GroupStore:
         self._polls = 0
         self._watched: Access | None = None
         self._watch: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
-        """A connection to the server of the store on which nothing is said: it ends when the server does."""
+        """An idle connection to the server of the store: it ends when the server does."""
 
     @property
     def access(self) -> Access:
-        """How the store is reached that is there now."""
+        """The location of the current store."""
         return self._key_values.access
 
     @property
     def is_lost(self) -> bool:
-        """The store failed, was given up or is closed."""
+        """Whether the store failed, was given up or is closed."""
         return self._key_values.is_lost
 
     async def run(self, function: Callable[[KeyValues], T], *, limit_s: float | None = None) -> T:
-        """Work on the store in its thread. `RendezvousError` if the store fails or does not answer in time."""
+        """Run a function in the store's thread. Raises `RendezvousError` if the store fails or takes too long."""
         limit_s = limit_s or OPERATION_LIMIT_S
         key_values = self._key_values
         try:
@@ -320,7 +320,7 @@ class GroupStore:
         return found
 
     async def reopen(self, deadline: float) -> bool:
-        """Go again to where the lost store was, and wait for one; False if this kind of store has no other to find."""
+        """Wait for a store where the lost one was; returns False if this kind of store cannot be opened again."""
         if self._reopen is None:
             return False
         await self.run(KeyValues.release)
@@ -331,28 +331,28 @@ class GroupStore:
 
     @property
     def can_reopen(self) -> bool:
-        """Whether there is a point in `reopen`."""
+        """Whether `reopen` can find another store."""
         return self._reopen is not None
 
     async def pause(self, seconds: float) -> None:
-        """Wait so long, or less if the process that serves the store ends."""
+        """Wait this long, or less if the process that serves the store ends."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 if not await self._has_host_ended():
                     await asyncio.sleep(seconds)
 
     async def _has_host_ended(self) -> bool:
-        """Wait for the end of the process that serves the store; False if that cannot be noticed."""
+        """Wait for the end of the process that serves the store; returns False if it cannot be noticed."""
         access = self.access
         if access.is_host or access.host is None or access.port is None or not self.can_reopen:
             return False
         if self._watched is not access:
             self._close_watch()
             self._watched = access
-            with contextlib.suppress(OSError):  # operations on the store tell what is wrong
+            with contextlib.suppress(OSError):  # the next operation on the store reports the problem
                 self._watch = await asyncio.open_connection(access.host, access.port)
         if self._watch is None:
-            return False  # the store is there all the same, or else it would have been lost by now
+            return False  # the store still works, or else it would have been lost by now
         with contextlib.suppress(OSError):
             await self._watch[0].read()
         self._close_watch()
@@ -364,7 +364,7 @@ class GroupStore:
             self._watch = None
 
     async def aclose(self) -> None:
-        """Let go of the store and end its thread. Does not wait for anybody else."""
+        """Drop the store and end its thread. Does not wait for other workers."""
         self._close_watch()
         await self._thread.aclose(self._key_values.release)
 

@@ -1,7 +1,7 @@
-"""What the engine that started this process says in its environment: torchrun and the launcher, or Slurm.
+"""The environment variables of the launcher that started this process: torchrun, ``arpc launch`` or Slurm.
 
-All speak of ranks, of a size and of a place to meet. torchrun's names for them are the ones that are looked up; where
-they are missing under ``srun``, they are made from what Slurm sets.
+All of them define ranks, a size and a place to meet. This module looks up torchrun's names for them; where these are
+missing under ``srun``, it derives them from Slurm's variables.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ __all__ = ["default_name", "first_host", "slurm_environment", "slurm_port", "var
 
 FIRST_PORT: Final = 15_000
 PORTS: Final = 16_384
-"""Below the ports that systems hand out by themselves (32768 and up on Linux)."""
+"""The size of a range of ports, below those that systems assign by themselves (32768 and up on Linux)."""
 
 _SLURM: Final = ("SLURM_PROCID", "SLURM_STEP_ID", "SLURM_JOB_ID")
-"""Set for every task of a step, which is what ``srun`` starts; a batch script itself has no step."""
+"""Variables of every task of a step, which is what ``srun`` starts; a batch script itself has no step."""
 
 _FIRST: Final = re.compile(r"\s*((?:[^,\[\]]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+)(?:,|$)")
-"""What is before the first comma that is outside of brackets, in which there are numbers."""
+"""Matches the text before the first comma that is outside of brackets, in which there are numbers."""
 
 
 def variable(name: str, environment: Mapping[str, str] | None = None) -> str | None:
-    """One of ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ... of this process; None if neither engine says."""
+    """Return ``RANK``, ``WORLD_SIZE``, ``MASTER_ADDR``, ... of this process; None if no launcher has set it."""
     environment = os.environ if environment is None else environment
     return environment.get(name) or slurm_environment(environment).get(name)
 
 
 def whole_number(text: str, source: str) -> int:
-    """The number that a setting holds. Raises `ConfigurationError`, which names the source, if it holds none."""
+    """Return the number in a setting. Raises `ConfigurationError`, which names the source, if it holds none."""
     try:
         return int(text)
     except ValueError:
@@ -41,7 +41,7 @@ def whole_number(text: str, source: str) -> int:
 
 
 def default_name(rank: int | None, environment: Mapping[str, str] | None = None) -> str:
-    """The name of a worker whose program does not say one: ``ARPC_NAME``, or else ``worker`` and its rank."""
+    """Return a worker's default name: ``ARPC_NAME``, or else ``worker`` and its rank. Raises `ConfigurationError`."""
     name = variable("ARPC_NAME", environment)
     if name:
         return name
@@ -55,7 +55,7 @@ def default_name(rank: int | None, environment: Mapping[str, str] | None = None)
 
 
 def slurm_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """What torchrun would have set, in a task that ``srun`` started; else nothing."""
+    """Return the variables that torchrun would have set, in a task that ``srun`` started; else none."""
     if any(not environment.get(name) for name in _SLURM):
         return {}
     size = environment.get("SLURM_STEP_NUM_TASKS") or environment.get("SLURM_NTASKS")
@@ -72,7 +72,7 @@ def slurm_environment(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def slurm_port(job_id: str, step_id: str = "0") -> int:
-    """A port that all tasks of a step agree on, and that other jobs of the host have not, most likely.
+    """Return a port that all tasks of a step agree on, and that other jobs of the host most likely do not have.
 
     >>> slurm_port("4242") == slurm_port("4242"), slurm_port("4242") == slurm_port("4243")
     (True, False)
@@ -85,7 +85,7 @@ def slurm_port(job_id: str, step_id: str = "0") -> int:
 
 
 def first_host(nodelist: str) -> str:
-    """Where rank 0 runs: the first of the hosts that one of Slurm's lists stands for.
+    """Return the first host of one of Slurm's lists, where rank 0 runs. Raises `ConfigurationError` if there is none.
 
     >>> first_host("rack[1-2]node[08-10,12],login1")
     'rack1node08'

@@ -1,4 +1,4 @@
-"""What the two kinds of groups have in common: the record of a worker, and the contract of a rendezvous."""
+"""The parts that both kinds of groups share: the record of a worker, and the contract of a rendezvous."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ T = TypeVar("T")
 
 MIXED_TEXT: Final = "RPC group mixes statically and dynamically initialized members which is not supported."
 MIXED: Final = "mixed"
-"""Counts how often a worker met one of the other kind. Workers that see it grow were met."""
+"""The counter of encounters with a worker of the other kind. A worker that sees it grow was encountered."""
 
 PRESENT_STATIC: Final = "present/static"
 PRESENT_ELASTIC: Final = "present/elastic"
-"""How many of a kind are there. A worker that was killed stays counted until another takes its place."""
+"""The counters of the workers of each kind. A killed worker stays counted until another takes its place."""
 
 FAILURE_GRACE_S: Final = 5.0
-"""How long the host of the store stays for others to read why the group did not form."""
+"""How long the host of the store stays so that other workers can read why the group did not form."""
 
 CANCELLED_GRACE_S: Final = 0.5
 REOPEN_DELAY_S: Final = 0.02
@@ -52,19 +52,19 @@ ITEMS_IN_TEXT: Final = 32
 
 
 class WorkerRecord(msgspec.Struct, frozen=True):
-    """What a worker tells the group about itself."""
+    """The record that a worker publishes to its group."""
 
     name: str
     id: WorkerId
     incarnation: int
-    """63 random bits, new at each start: tells a worker from its predecessor of the same name."""
+    """63 random bits, new at each start: they distinguish a worker from its predecessor of the same name."""
     addresses: tuple[str, ...]
     host: str
-    """Identity of the machine: workers with the same one share unix sockets and memory."""
+    """Identity of the machine: workers with the same one can share unix sockets and memory."""
     main: str
     """Hash of the ``__main__`` script."""
     devices: DeviceClaims = DeviceClaims()
-    """What it has besides the CPU, and its device maps."""
+    """The worker's devices besides the CPU, and its device maps."""
 
     @property
     def info(self) -> WorkerInfo:
@@ -72,7 +72,7 @@ class WorkerRecord(msgspec.Struct, frozen=True):
 
 
 def main_fingerprint() -> str:
-    """A hash of the script this process runs; empty for notebooks and interactive sessions, which no peer can share."""
+    """Return a hash of the script that runs; empty for notebooks and interactive sessions, which no peer can share."""
     path = getattr(sys.modules.get("__main__"), "__file__", None)
     if not path:
         return ""
@@ -83,26 +83,26 @@ def main_fingerprint() -> str:
 
 
 def host_fingerprint() -> str:
-    """Equal for processes that see the same machine, and so each other's sockets."""
+    """Return an identity that is equal for processes on the same machine, which see each other's sockets."""
     with contextlib.suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{socket.gethostname()}-{uuid.getnode():x}"
 
 
 class Joined(msgspec.Struct, frozen=True, tag="joined"):
-    """A worker came to an elastic group."""
+    """A worker joined an elastic group."""
 
     record: WorkerRecord
 
 
 class Left(msgspec.Struct, frozen=True, tag="left"):
-    """A worker left an elastic group, or was found dead by the one that has its name now."""
+    """A worker left an elastic group, or was found dead by the worker that has its name now."""
 
     record: WorkerRecord
 
 
 class GroupNotAskedError(RendezvousError):
-    """The store is lost, so the worker that has a name now is not known. ``known`` had it before."""
+    """The store is lost, so the worker that has a name or id now is not known. ``known`` had it before."""
 
     def __init__(self, text: str, known: WorkerRecord) -> None:
         super().__init__(text)
@@ -113,7 +113,7 @@ MakeRecord: TypeAlias = Callable[[WorkerId], WorkerRecord]
 """Makes the record of this worker once its id is known."""
 
 Probe: TypeAlias = Callable[[WorkerRecord], Awaitable[bool]]
-"""Tells whether the worker of a record is alive: that very incarnation, not another worker at its address."""
+"""Returns whether the worker of a record is alive: that very incarnation, not another worker at its address."""
 
 encode = msgspec.msgpack.Encoder().encode
 
@@ -121,7 +121,7 @@ _record_decoder = msgspec.msgpack.Decoder(WorkerRecord)
 
 
 def decode(packed: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:
-    """Unpack what a worker wrote to the store."""
+    """Unpack a worker's entry in the store. Raises `RendezvousError` if it is malformed."""
     try:
         return decoder.decode(packed)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -137,19 +137,19 @@ def decode_record(packed: bytes) -> WorkerRecord:
 class Presence:
     """One worker, counted in the store among those of its kind, where none of the other kind may be.
 
-    Either kind first says that it is there and then looks for the other, so of two at least one sees the other.
+    A worker first counts itself and then looks for workers of the other kind, so of two at least one sees the other.
     """
 
     mine: ClassVar[str]
     others: ClassVar[str]
-    """The counters of the two kinds."""
+    """The counter of the other kind; ``mine`` is that of this worker's kind."""
 
     def __init__(self) -> None:
         self._mixed_before = 0
         self._is_counted = False
 
     def enter(self, kv: KeyValues) -> bool:
-        """Be counted. False if there is a worker of the other kind, which then learns of this one by `is_mixed`."""
+        """Count this worker. Returns False if there are workers of the other kind, which notice it by `is_mixed`."""
         self._be_counted(kv)
         kv.add(self.mine, 1)
         if kv.count(self.others) == 0:
@@ -158,31 +158,31 @@ class Presence:
         return False
 
     def _be_counted(self, kv: KeyValues) -> None:
-        """This worker is counted, by itself or another."""
+        """Record that this worker is counted, by itself or by another worker."""
         self._mixed_before = kv.count(MIXED)
         self._is_counted = True
 
     def is_mixed(self, kv: KeyValues) -> bool:
-        """Whether one of the other kind came since this was last asked, or since `enter`."""
+        """Whether a worker of the other kind came since the last call, or since `enter`."""
         before, self._mixed_before = self._mixed_before, kv.count(MIXED)
         return self._mixed_before != before
 
     def leave(self, kv: KeyValues) -> None:
-        """Be counted no more. Nothing is done the second time."""
+        """Stop counting this worker. A second call does nothing."""
         if self._is_counted:
             self._is_counted = False
             if self._give_up_place(kv):
                 kv.add(self.mine, -1)
 
     def _give_up_place(self, kv: KeyValues) -> bool:
-        """Let go of what else this worker has in the store; False if another has counted it out already."""
+        """Give up this worker's other entries in the store; returns False if another uncounted it already."""
         raise NotImplementedError
 
 
 class Rendezvous:
-    """Who is in the group. One object for one worker and one stay in the group.
+    """One worker's membership in a group, from joining to leaving, and its view of the other members.
 
-    Every method that asks the store raises `RendezvousError` when the store is lost.
+    Every method that uses the store raises `RendezvousError` when the store is lost.
     """
 
     def __init__(self, store: GroupStore) -> None:
@@ -195,7 +195,7 @@ class Rendezvous:
 
     @property
     def is_elastic(self) -> bool:
-        """Workers come and go at any time."""
+        """Whether workers may join and leave at any time."""
         return self._store.world_size is None
 
     @property
@@ -210,12 +210,12 @@ class Rendezvous:
     ) -> WorkerRecord:
         """Become a member; a group of fixed size is complete when this returns. A `timeout_s` of 0 means no limit.
 
-        The addresses in the record must be listened on before: others may `probe` them at once.
+        The worker must listen on the addresses in the record before: other workers may `probe` them at once.
 
         Raises `ConfigurationError` for a name that no worker may have, `NameTakenError` (in a group of fixed size: on
-        every worker) if a name or rank is there twice, `RendezvousTimeoutError` if some did not come, and
-        `RendezvousError` for anything else that keeps the group from forming. Nothing is left behind then, nor when
-        the call is cancelled; the others hear of it.
+        every worker) if two workers have the same name or rank, `RendezvousTimeoutError` if some workers did not come,
+        and `RendezvousError` for anything else that keeps the group from forming. A join that fails or is cancelled
+        leaves nothing behind in the store, and the other workers learn of it.
         """
         check_worker_name(name)
         if self._record is not None or self._has_left:
@@ -227,7 +227,7 @@ class Rendezvous:
                 self._record = await self._join_once(name, make_record, probe, deadline, timeout_s)
             except BaseException as error:
                 await self._withdraw(error)
-                # A group that was here before may have taken its store away with it. Ours is still to come, then.
+                # A previous group may have closed its store. The store of this group is still to come, then.
                 is_gone = isinstance(error, RendezvousError) and self._store.is_lost
                 if not is_gone or self._now() >= deadline or not await self._store.reopen(deadline):
                     raise
@@ -238,18 +238,19 @@ class Rendezvous:
     async def _join_once(
         self, name: str, make_record: MakeRecord, probe: Probe | None, deadline: float, timeout_s: float
     ) -> WorkerRecord:
-        """Become a member of this kind of group, in the store that is there now. What fails is undone by `_depart`."""
+        """Become a member of this kind of group, in the current store. If this fails, `_depart` undoes its steps."""
         raise NotImplementedError
 
     async def members(self) -> tuple[WorkerRecord, ...]:
-        """The workers of the group, by id: the same ones always, or those present now if it is elastic."""
+        """Return the workers of the group, by id: always the same ones, or those present now if it is elastic."""
         await self._catch_up()
         return tuple(self._by_id[worker_id] for worker_id in sorted(self._by_id))
 
     async def resolve(self, worker: str | WorkerId) -> WorkerRecord:
-        """Find a worker by name or id; `UnknownWorkerError` if there is none. An elastic group is asked afresh.
+        """Find a worker by name or id. In an elastic group, this reads the store for new members first.
 
-        `GroupNotAskedError` if it cannot be asked, and the worker is known from before.
+        Raises `UnknownWorkerError` if there is none, and `GroupNotAskedError` if the store cannot be read, but the
+        worker is known from before.
         """
         await self._catch_up()
         record = self._known(worker)
@@ -263,42 +264,42 @@ class Rendezvous:
         return self._by_name.get(worker) if isinstance(worker, str) else self._by_id.get(worker)
 
     async def _catch_up(self) -> None:
-        """Learn who came and left: in a group of fixed size, nobody."""
+        """Read from the store which workers joined and left: in a group of fixed size, there are none."""
 
     async def gather(self, tag: str, value: bytes, *, timeout_s: float) -> dict[WorkerId, bytes]:
-        """Bring a value of every worker to every worker. All do it, with the same tags in the same order.
+        """Return the values of all workers to every worker. All call it, with the same tags in the same order.
 
-        It ends the same way for all: with all values, or with `RendezvousTimeoutError`, which names those who did not
-        come before the first of the others lost patience. A `timeout_s` of 0 means no limit.
+        It ends the same way for all: with all values, or with `RendezvousTimeoutError`, which names the workers that
+        did not come before the first of the others timed out. A `timeout_s` of 0 means no limit.
 
-        An elastic group has no fixed set of workers to wait for: there it ends at once, with the own value only.
+        An elastic group has no fixed set of workers to wait for: it returns at once, with this worker's value only.
         """
         return {self.record.id: value}
 
     async def awaited(self, every_s: float) -> tuple[WorkerRecord, ...]:
-        """The workers that have not come to the `gather` under way.
+        """Return the workers that have not come to the `gather` in progress.
 
-        One worker is told in each period, so that not all look at once.
+        Only one worker gets them in each period of `every_s`, so that not all read the store at once.
         """
         return ()
 
     async def fail_gather(self, text: str) -> None:
-        """End the `gather` under way for everyone, with `RendezvousError` and this text: it can never be complete."""
+        """End the `gather` in progress for all workers, with `RendezvousError` and this text: it can never complete."""
 
     async def changes(self, *, interval_s: float = 1.0) -> AsyncIterator[Joined | Left]:
-        """The workers that came and left since this one joined, itself included if it was taken for dead.
+        """Yield the workers that joined and left since this one joined, itself included if it was taken for dead.
 
-        Looks every `interval_s`, at the cost of two small operations. Ends when the rendezvous is closed; for a group
-        of fixed size, at once. Raises `RendezvousError` when a worker of fixed rank tries to join.
+        Reads the store every `interval_s`, at the cost of two small operations. Ends when the rendezvous is closed; for
+        a group of fixed size, at once. Raises `RendezvousError` when a worker of a group of fixed size tries to join.
         """
         nobody: tuple[Joined | Left, ...] = ()
         for change in nobody:
             yield change
 
     async def leave(self, *, grace_s: float = 5.0) -> None:
-        """Leave the group: the name, or the rank of the next group in this store, is free again.
+        """Leave the group: the worker's name, or its rank in the next group in this store, is free again.
 
-        The host of the store stays until all others have left, but no longer than `grace_s`.
+        The host of the store stays until all other workers have left, but no longer than `grace_s`.
         """
         if self._record is None or self._has_left:
             return
@@ -306,7 +307,7 @@ class Rendezvous:
         await self._depart(grace_s)
 
     async def aclose(self) -> None:
-        """Let go of the store. Does not leave the group: that is `leave`, before."""
+        """Close the store. Does not leave the group: call `leave` before."""
         self._has_left = True
         await self._store.aclose()
 
@@ -321,7 +322,7 @@ class Rendezvous:
     # -- for the two kinds --
 
     async def _depart(self, grace_s: float) -> None:
-        """Undo what was done to the store so far. The first step is handed to the store's thread before any await."""
+        """Undo this worker's changes to the store. The first step is submitted to its thread before any await."""
         is_host = self._store.access.is_host
 
         def undo(kv: KeyValues) -> None:
@@ -340,11 +341,11 @@ class Rendezvous:
         if self._store.is_lost:
             return
         is_cancelled = isinstance(error, asyncio.CancelledError)
-        with contextlib.suppress(RendezvousError):  # the error that brought us here says more
+        with contextlib.suppress(RendezvousError):  # the error that made the join fail says more
             await self._depart(CANCELLED_GRACE_S if is_cancelled else FAILURE_GRACE_S)
 
     async def _is_alive(self, probe: Probe | None, record: WorkerRecord, deadline: float) -> bool:
-        """Whether a worker lives; if that cannot be found out, it does."""
+        """Whether a worker is alive; True if that cannot be determined."""
         if probe is None:
             return True
         try:
@@ -354,7 +355,7 @@ class Rendezvous:
             return True
 
     def _check_open(self, kv: KeyValues) -> None:
-        """Turn away from a store that is about to go. Its host says when it is here to stay."""
+        """Raise `RendezvousError` if the store is closing. Its own host marks it as open instead."""
         if self._store.access.is_host:
             kv.set_closing(False)
         elif kv.is_closing():
@@ -366,21 +367,21 @@ class Rendezvous:
 
 
 def leave_closing_store(kv: KeyValues) -> NoReturn:
-    """Leave a store before its host leaves with it: `Rendezvous.join` then looks for the next one."""
+    """Leave a closing store and raise `RendezvousError`: `Rendezvous.join` then looks for the next store."""
     kv.say_goodbye()
     kv.is_lost = True
     raise RendezvousError("the worker that hosts the store is leaving with it, and no other has come to host one")
 
 
 def check_record(record: WorkerRecord, name: str, worker_id: WorkerId) -> WorkerRecord:
-    """The record that a worker made for itself, if it says what was asked for."""
+    """Return a worker's record. Raises `ConfigurationError` if it does not have the requested name and id."""
     if record.name != name or record.id != worker_id:
         raise ConfigurationError(f"the record of worker {name!r} (id {worker_id}) says {record.info!r}")
     return record
 
 
 def listed(items: Iterable[str]) -> str:
-    """The items with commas between them, and how many more there are than fit into a message."""
+    """Return the items with commas between them, and how many more there are than fit into a message."""
     texts = list(items)
     more = len(texts) - ITEMS_IN_TEXT
     return ", ".join(texts[:ITEMS_IN_TEXT]) + (f" and {more} more" if more > 0 else "")

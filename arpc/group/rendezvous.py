@@ -1,6 +1,6 @@
-"""Who is in the group: workers find each other through a torch store.
+"""Group membership: workers find each other through a torch store.
 
-`open_store` gives a `GroupStore`, `create_rendezvous` the `Rendezvous` for its kind of group: of fixed size
+`open_store` returns a `GroupStore`, `create_rendezvous` the `Rendezvous` for its kind of group: of fixed size
 (`static_group`), or elastic (`elastic_group`).
 
     store = await open_store(init_method="tcp://10.0.0.1:29500", rank=0, world_size=2)
@@ -12,7 +12,7 @@
     await rendezvous.leave()
     await rendezvous.aclose()
 
-What workers write to the store is msgpack, never pickle: whoever reaches the store could otherwise run code here.
+Workers write msgpack to the store, never pickle: otherwise any process that reaches the store could run code here.
 """
 
 from __future__ import annotations
@@ -37,5 +37,5 @@ __all__ = [
 
 
 def create_rendezvous(store: GroupStore) -> Rendezvous:
-    """The rendezvous of the worker that has this store. Closing it closes the store."""
+    """Return the rendezvous of the worker that has this store. Closing it closes the store."""
     return ElasticRendezvous(store) if store.world_size is None else StaticRendezvous(store)

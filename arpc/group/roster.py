@@ -1,7 +1,7 @@
-"""Who is in the group, as one worker knows it: a state machine of what it heard, and streams of what changed.
+"""The members of the group, as one worker knows them: a state machine of its observations, and streams of events.
 
-Each worker, by its name, is *present*, *suspected* (its connection broke or it fell silent; it is being sought),
-*lost*, or has *left*. What this worker hears becomes at most two events, which all listeners get in the same order.
+Each worker, by its name, is *present*, *suspected* (its connection broke or it fell silent; this worker tries to
+reconnect), *lost*, or has *left*. An observation becomes at most two events, which all streams get in the same order.
 """
 
 from __future__ import annotations
@@ -29,53 +29,53 @@ __all__ = [
 ]
 
 _BUFFERED: Final = 1024
-"""Events that a listener may have before it, of few workers. When it has more, only the last one of each is kept."""
+"""The events that a stream buffers, more for many workers. After that, only each worker's last one is kept."""
 _WORKERS: Final = 65_536
-"""Of how many workers: names may come and go for ever while the events are not taken."""
+"""The workers that a stream keeps an event of: names may come and go for ever while events are not taken."""
 REMEMBERED: Final = 256
-"""Workers that are gone and still remembered: that they left, and that they have returned if they do."""
+"""The number of gone workers that are remembered as gone, and as returned if they come back."""
 REMEMBERED_S: Final = 60.0
-"""How long each is remembered at least: nothing that is under way still names it then, and all retries have ended."""
+"""How long each is remembered at least: after that, no message in flight names it, and all retries have ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberEvent:
-    """Something that happened to another worker of the group. One of the classes below."""
+    """A change of another worker of the group: one of the classes below."""
 
     worker: WorkerInfo
     incarnation: int
-    """Which start of the worker: another process has another one, under the same name too."""
+    """The number of this start of the worker: another process has another one, even under the same name."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberJoined(MemberEvent):
-    """It came to the group, or was there already when the stream began."""
+    """The worker joined the group, or was in it already when the stream began."""
 
 
 @dataclass(frozen=True, slots=True)
 class MemberSuspected(MemberEvent):
-    """Its connection broke, or it fell silent. Calls under way to it have failed; this worker tries to reconnect."""
+    """The worker's connection broke, or it fell silent. Calls in flight to it have failed; a reconnect is tried."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class MemberReturned(MemberEvent):
-    """It can be reached again. ``is_new``: by another process, which knows nothing of what its predecessor did."""
+    """The worker can be reached again. ``is_new``: as another process, without the state of its predecessor."""
 
     is_new: bool
 
 
 @dataclass(frozen=True, slots=True)
 class MemberLost(MemberEvent):
-    """It died, or was silent for `RpcOptions.rref_grace` seconds. The RRefs that it held are released."""
+    """The worker died, or was silent for `RpcOptions.rref_grace` seconds. The RRefs that it held are released."""
 
     reason: str
 
 
 @dataclass(frozen=True, slots=True)
 class MemberLeft(MemberEvent):
-    """It was shut down, and said so."""
+    """The worker was shut down, and announced it."""
 
 
 class _Standing(Enum):
@@ -96,22 +96,22 @@ class _Member:
 
 
 class Roster:
-    """What one worker knows of the others. ``changed`` hears of each event, after all streams."""
+    """One worker's knowledge of the others. ``changed`` is called with each event, after all streams got it."""
 
     def __init__(self) -> None:
         self._members: dict[str, _Member] = {}
         self._gone: OrderedDict[str, float] = OrderedDict()
-        """When each worker that is gone went, the first before the others."""
+        """The time when each gone worker went, the oldest first."""
         self._streams: WeakSet[MemberStream] = WeakSet()
         self.changed: Callable[[MemberEvent], None] = lambda _: None
         self.forget: Callable[[WorkerInfo], bool] = lambda _: True
-        """Asked before a worker that is gone is forgotten: False keeps it for the time being."""
+        """Called before a gone worker is forgotten: if it returns False, the worker is kept for the time being."""
         self._is_closed = False
 
-    # -- what was heard
+    # -- observations
 
     def seen(self, worker: WorkerInfo, incarnation: int) -> None:
-        """A worker is there: the group says so, or it is connected."""
+        """Record that a worker is present: it is in the group, or connected."""
         member = self._members.get(worker.name)
         if member is None:
             self._members[worker.name] = _Member(worker, incarnation, _Standing.PRESENT)
@@ -127,28 +127,28 @@ class Roster:
         self._tell(MemberReturned(worker, incarnation, is_new))
 
     def suspected(self, worker: WorkerInfo, reason: str) -> None:
-        """The connection to a worker broke."""
+        """Record that the connection to a worker broke."""
         member = self._present(worker)
         if member is not None and member.standing is _Standing.PRESENT:
             member.standing = _Standing.SUSPECTED
             self._tell(MemberSuspected(member.worker, member.incarnation, reason))
 
     def lost(self, worker: WorkerInfo, reason: str) -> None:
-        """A worker was given up."""
+        """Record that a worker was given up."""
         member = self._present(worker)
         if member is not None:
             self._end(member, _Standing.LOST)
             self._tell(MemberLost(member.worker, member.incarnation, reason))
 
     def left(self, worker: WorkerInfo) -> None:
-        """A worker said goodbye, or the group says that it is gone."""
+        """Record that a worker sent GOODBYE, or left the group."""
         member = self._present(worker)
         if member is not None:
             self._end(member, _Standing.LEFT)
             self._tell(MemberLeft(member.worker, member.incarnation))
 
     def _present(self, worker: WorkerInfo) -> _Member | None:
-        """The member, if it is that very one and not known to be gone: news of its predecessor change nothing."""
+        """Return the member, if it is this very worker and not gone: an event of its predecessor changes nothing."""
         member = self._members.get(worker.name)
         if member is None or member.worker != worker or member.standing in _GONE:
             return None
@@ -158,7 +158,7 @@ class Roster:
         member.standing = standing
         now = monotonic()
         self._gone[member.worker.name] = now
-        # two for each that comes, so that all go in the end, whatever has kept some of them
+        # two for each one added, so that all are forgotten in the end, even if `forget` has kept some of them
         for _ in range(min(2, len(self._gone) - REMEMBERED)):
             oldest, gone_at = next(iter(self._gone.items()))
             if now - gone_at < REMEMBERED_S:
@@ -180,11 +180,11 @@ class Roster:
 
     @property
     def is_heard(self) -> bool:
-        """Whether a stream is being listened to."""
+        """Whether there is a stream that has not ended."""
         return any(not stream.is_ended for stream in self._streams)
 
     def stream(self) -> MemberStream:
-        """What happens from now on, after a `MemberJoined` for each worker that is there."""
+        """Return a stream of all events from now on, after a `MemberJoined` for each worker that is not gone."""
         made = MemberStream(
             [
                 MemberJoined(member.worker, member.incarnation)
@@ -199,7 +199,7 @@ class Roster:
         return made
 
     def close(self) -> None:
-        """All streams end, once what is in them has been taken."""
+        """End all streams, once the events in them have been taken."""
         self._is_closed = True
         for stream in list(self._streams):
             stream.end()
@@ -219,7 +219,7 @@ class MemberStream:
         self._changed = asyncio.Event()
         self._is_awaited = False
         self.dropped = 0
-        """How many events were left out, because they were out of date before anybody took them."""
+        """The number of events that were left out, because they were out of date before the listener took them."""
 
     def add(self, event: MemberEvent) -> None:
         if self._is_ended:
@@ -232,7 +232,7 @@ class MemberStream:
     def _drop_what_is_out_of_date(self) -> None:
         latest = {event.worker.name: event for event in self._events}
         kept = [event for event in self._events if latest[event.worker.name] is event][-_WORKERS:]
-        self._most = max(_BUFFERED, 2 * len(kept))  # so that it is not all looked through again for each one more
+        self._most = max(_BUFFERED, 2 * len(kept))  # so that not every further event searches all of them again
         self.dropped += len(self._events) - len(kept)
         self._events = deque(kept)
 
@@ -263,7 +263,7 @@ class MemberStream:
         return self._events.popleft()
 
     async def aclose(self) -> None:
-        """Listen no more. Dropping the stream does the same."""
+        """End the stream. To drop it has the same effect."""
         self._events.clear()
         self.end()
 

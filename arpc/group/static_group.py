@@ -1,11 +1,11 @@
 """A group of fixed size: complete from the start, and the same until its end.
 
 Groups may follow one another in one store. The k-th is *generation* k: a rank takes part in the first generation that
-it has not ended yet, so all ranks agree on the number without talking to each other.
+it has not ended yet, so all ranks agree on the number without exchanging messages.
 
 The keys, all under ``static/``: ``ended/<rank>`` counts the generations that this rank has ended. In generation g,
-``<g>/start/...`` is the round that brings the records together, ``<g>/name/<name>`` tells which rank has a name,
-``<g>/size`` the size of the group, ``<g>/dead/<rank>`` is there for a worker that another one found dead,
+``<g>/start/...`` is the round that gathers the records, ``<g>/name/<name>`` holds the rank that has a name,
+``<g>/size`` the size of the group, ``<g>/dead/<rank>`` exists for a worker that another one found dead,
 ``<g>/gather/<tag>.<k>/...`` are the rounds of `gather`.
 """
 
@@ -41,11 +41,11 @@ from arpc.ids import WorkerId
 __all__ = ["StaticRendezvous"]
 
 FAILURE_IS_NEWS_S: Final = 30.0
-"""A start that failed longer ago is over: a worker that comes now is meant for the next one."""
+"""A start that failed longer ago is over: a worker that joins now is meant for the next one."""
 
 
 class Seat(Presence):
-    """The place of one worker in one generation. Its steps run in the store's thread, one after the other."""
+    """The place of one worker in one generation. Its methods run in the store's thread, one after the other."""
 
     mine, others = PRESENT_STATIC, PRESENT_ELASTIC
 
@@ -64,14 +64,14 @@ class Seat(Presence):
         self.start = Round(self._key("start"), self.record.id, self._size, self._describe)
 
     def take(self, kv: KeyValues) -> WorkerRecord | Failed | None:
-        """Take the seat. Returns the record of the worker that has it, or why there will be no group."""
+        """Take the seat. Returns the record of another worker that has it, or why there will be no group; else None."""
         self._is_mine = self._is_settled = False
         self._find_generation(kv)
         if not self.enter(kv):
             return self._fail(kv, "other", MIXED_TEXT)
         rank = self.record.id
         holder = kv.peek(self.start.value_key(rank))
-        has_arrived = holder == self._packed  # before it was turned away, from a store that then stayed after all
+        has_arrived = holder == self._packed  # in an earlier attempt, at a closing store that stayed after all
         if holder is None:
             holder = kv.swap(self.start.value_key(rank), self._packed)
         self._is_mine = holder == self._packed
@@ -90,21 +90,21 @@ class Seat(Presence):
         return None
 
     def look(self, kv: KeyValues) -> Outcome | None:
-        """How the start ended, if it has."""
+        """Return the outcome of the start, None if there is none yet. Raises `RendezvousError` for a closing store."""
         if self.is_mixed(kv):
             outcome: Outcome | None = self.start.settle(kv, Failed.now("other", MIXED_TEXT))
         else:
             outcome = self.start.outcome(kv)
         self._is_settled = outcome is not None
         if outcome is None and kv.is_closing():
-            # This is the store of the group before, and its host waits for us to go.
+            # This is the store of the previous group, and its host waits for this worker to leave.
             self._is_mine = False
             self.leave(kv)
             leave_closing_store(kv)
         return outcome
 
     def dispute(self, kv: KeyValues, holder: WorkerRecord) -> Failed:
-        """Tell all workers that wait that two have this rank."""
+        """Fail the start for all workers that wait: two workers have this rank."""
         text = (
             f"rank {holder.id} was given to two workers: {holder.name!r} has it, {self.record.name!r} wants it too. "
             f"If {holder.name!r} was killed, start the group with a fresh store or file"
@@ -112,10 +112,10 @@ class Seat(Presence):
         return self._fail(kv, "name", text)
 
     def end_for_dead(self, kv: KeyValues, holder: WorkerRecord) -> None:
-        """End this generation in the place of a worker that died in it; the next `take` finds the next one."""
+        """End this generation in place of a worker that died in it; the next `take` finds the next one."""
         self._fail(kv, "other", f"worker {holder.name!r} (rank {holder.id}) died before the group was complete")
         self._end_generation(kv)
-        if kv.swap(self._key(f"dead/{holder.id}"), self._packed) == self._packed:  # of two who do this, one counts
+        if kv.swap(self._key(f"dead/{holder.id}"), self._packed) == self._packed:  # of two that do this, one counts
             kv.add(PRESENT_STATIC, -1)
         self.leave(kv)
 
@@ -127,7 +127,7 @@ class Seat(Presence):
             text = f"worker {self.record.name!r} (rank {self.record.id}) gave up before the group was complete"
             self._fail(kv, "other", text)
         self._end_generation(kv)
-        # it is there if another took this worker for dead
+        # the key exists if another worker took this one for dead
         return kv.peek(self._key(f"dead/{self.record.id}")) is None
 
     def _key(self, name: str) -> str:
@@ -161,7 +161,7 @@ class Seat(Presence):
 
 
 class StaticRendezvous(Rendezvous):
-    """A `Rendezvous` of fixed size. An id is a rank."""
+    """A `Rendezvous` of a group of fixed size. The id of a worker is its rank."""
 
     _presence: Seat | None
 
@@ -180,7 +180,7 @@ class StaticRendezvous(Rendezvous):
         if self._presence is None:
             record = check_record(make_record(self._rank), name, self._rank)
             self._presence = Seat(record, self._size, timeout_s)
-        seat = self._presence  # the same for a second attempt, at another store
+        seat = self._presence  # reused by a second attempt, at another store
         found = await self._store.run(seat.take)
         while isinstance(found, WorkerRecord):
             if await self._is_alive(probe, found, deadline):
@@ -230,7 +230,7 @@ class StaticRendezvous(Rendezvous):
 
 
 def ranges(numbers: Sequence[int]) -> str:
-    """Short words for sorted numbers.
+    """Return a short text for sorted numbers.
 
     >>> ranges([0, 2, 3, 4, 7])
     '0, 2-4, 7'

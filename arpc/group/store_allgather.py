@@ -1,7 +1,7 @@
 """An all-gather through a store, in a number of operations that grows with the group and not with its square.
 
-Each worker leaves its value and counts itself; the last to come collects all of them into one key, which the others
-wait for. A round has one outcome, decided once, the same for all.
+Each worker writes its value and counts itself; the last one collects all values into one key, which the others wait
+for. A round has one outcome, decided once, the same for all.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from arpc.group.membership import decode, encode
 __all__ = ["Complete", "Failed", "FailureKind", "Outcome", "Round"]
 
 REPORT_LIMIT_S: Final = 1.0
-"""How long to wait for the one worker that finds out which are missing, before doing it here."""
+"""How long to wait for the one worker that finds out which are missing, before this worker does it too."""
 
 LONGEST_DELAY_S: Final = 0.05
 DELAY_PER_WORKER_S: Final = 0.0005
-"""Together, the pauses of all workers that wait leave the store of a large group time for other things."""
+"""The longest pause between polls, per worker of the group: the store of a large one needs time for other work."""
 
 FailureKind: TypeAlias = Literal["name", "timeout", "other"]
 
@@ -35,7 +35,7 @@ _ERRORS: Final[dict[FailureKind, type[RendezvousError]]] = {
 
 
 class Complete(msgspec.Struct, frozen=True, tag="complete"):
-    """All came; their values by rank."""
+    """All workers came; their values by rank."""
 
     values: tuple[bytes, ...]
 
@@ -46,7 +46,7 @@ class Failed(msgspec.Struct, frozen=True, tag="failed"):
     kind: FailureKind
     text: str
     at: float
-    """When, by the clock of the worker that found out."""
+    """The time of the failure, by the clock of the worker that noticed it."""
 
     @classmethod
     def now(cls, kind: FailureKind, text: str) -> Failed:
@@ -61,7 +61,7 @@ Outcome: TypeAlias = Complete | Failed
 _decoder: Final[msgspec.msgpack.Decoder[Outcome]] = msgspec.msgpack.Decoder(Complete | Failed)
 
 Describe: TypeAlias = Callable[[dict[int, bytes], Sequence[int]], str]
-"""Words for a round that is not complete: the values there are, and the ranks that are missing."""
+"""Returns the text for an incomplete round, from the values that there are and the ranks that are missing."""
 
 
 class Round:
@@ -77,12 +77,12 @@ class Round:
         return f"{self._base}/value/{rank}"
 
     def contribute(self, kv: KeyValues, value: bytes) -> None:
-        """Leave this worker's value. If it has been written to its key already, `arrive` is enough."""
+        """Write this worker's value, and `arrive`, which is enough if the value was written to its key already."""
         kv.set(self.value_key(self._rank), value)
         self.arrive(kv)
 
     def arrive(self, kv: KeyValues) -> None:
-        """Say that this worker's value is there; the last one closes the round."""
+        """Count this worker's value as written; the last worker completes the round."""
         if kv.add(f"{self._base}/arrived", 1) == self._size:
             self._complete(kv)
 
@@ -91,17 +91,17 @@ class Round:
         return None if packed is None else decode(packed, _decoder)
 
     def settle(self, kv: KeyValues, outcome: Outcome) -> Outcome:
-        """Propose an outcome; the one that the round has, which may have been decided before."""
+        """Propose an outcome; returns the one that the round has, which may have been decided before."""
         return decode(kv.swap(f"{self._base}/outcome", encode(outcome)), _decoder)
 
     async def wait(
         self, store: GroupStore, deadline: float, look: Callable[[KeyValues], Outcome | None] | None = None
     ) -> Outcome:
-        """Wait for the outcome. At the deadline it is decided here."""
+        """Wait for the outcome. If there is none at the deadline, the workers that wait decide it."""
         look = look or self.outcome
         longest_delay_s = max(LONGEST_DELAY_S, self._size * DELAY_PER_WORKER_S)
         found: Outcome | None = await store.poll(look, deadline=deadline, longest_delay_s=longest_delay_s)
-        # All lose patience at about the same time. If each looked for every rank, that would be n times n looks.
+        # All workers time out at about the same time. If each read the keys of all ranks, there would be n * n reads.
         if found is None and not await store.run(self._claim_report):
             found = await store.poll(look, deadline=deadline_after(REPORT_LIMIT_S), longest_delay_s=longest_delay_s)
         if found is None:
@@ -113,7 +113,7 @@ class Round:
         return self.settle(kv, Complete(tuple(values)))
 
     def missing(self, kv: KeyValues, every_s: float) -> list[int]:
-        """The ranks that have not come. Told to one worker in each period; to the others, nobody is missing."""
+        """Return the ranks that have not come, to one worker in each period; the others get an empty list."""
         period = int(time.time() / every_s)
         if kv.add(f"{self._base}/looks/{period}", 1) != 1:
             return []
@@ -126,6 +126,6 @@ class Round:
         found = {rank: kv.peek(self.value_key(rank)) for rank in range(self._size)}
         missing = [rank for rank, value in found.items() if value is None]
         if not missing:
-            return self._complete(kv)  # the worker that should have done it is gone
+            return self._complete(kv)  # the worker that should have completed the round is gone
         present = {rank: value for rank, value in found.items() if value is not None}
         return self.settle(kv, Failed.now("timeout", self._describe(present, missing)))

@@ -31,12 +31,13 @@ async def open_store(
     """Open a store, or wrap a ready one, and find out this worker's place in the group.
 
     A rank or size that is not given comes from the query of `init_method` (``tcp://host:port?rank=0&world_size=2``) or
-    from ``RANK`` and ``WORLD_SIZE``, or what Slurm has for them. ``world_size=None`` says that the group is elastic.
+    from ``RANK`` and ``WORLD_SIZE``, or Slurm's variables for them. ``world_size=None`` makes an elastic group.
 
-    Over TCP, rank 0 serves the store, unless torchrun does. An elastic worker of no rank serves it if the address is of
-    this machine and the port is free. A ``timeout_s`` of 0 means no limit.
+    Over TCP, rank 0 serves the store, unless torchrun does. An elastic worker with no rank serves it if the address is
+    this machine's and the port is free. A ``timeout_s`` of 0 means no limit.
 
-    Raises `ConfigurationError` for what cannot work, `RendezvousTimeoutError` if the store cannot be reached in time.
+    Raises `ConfigurationError` for settings that cannot work, `RendezvousTimeoutError` if the store cannot be reached
+    in time, and `RendezvousError` if this worker has to serve it and cannot.
     """
     url = urlsplit(init_method)
     query = dict(parse_qsl(url.query))
@@ -52,7 +53,7 @@ async def open_store(
 
 
 def _access_to(store: Store) -> Access:
-    """What a ready store tells about where it is. Its maker keeps it alive, so this worker is not its host."""
+    """Return the location of a ready store. The user keeps it alive, so this worker is not its host."""
     description = type(store).__name__
     while isinstance(store, PrefixStore):
         store = store.underlying_store
@@ -89,7 +90,7 @@ def _place_in_group(
 
 
 def _number(name: str, given: int | Unset, query: Mapping[str, str]) -> int | None:
-    """What was passed, else what the address says, else the environment."""
+    """Return the value that was passed, else the one in the address, else the one in the environment."""
     if not isinstance(given, Unset):
         if isinstance(given, bool) or not isinstance(given, int):
             raise ConfigurationError(f"{name} must be a whole number, not {given!r}")
@@ -111,7 +112,7 @@ async def _open_file(url: SplitResult, rank: int | None, world_size: int | None)
     path = Path(url.path)
     thread = StoreThread()
     try:
-        # with the size, the last of the group removes the file
+        # with the size, the last worker of the group removes the file
         make = partial(FileStore, str(path)) if world_size is None else partial(FileStore, str(path), world_size)
         await thread.run(partial(_check_directory, path), limit_s=None)
         store = await thread.run(make, limit_s=None)

@@ -1,7 +1,7 @@
 """Stores over TCP: one process serves, the others connect as soon as it does.
 
-Connecting is tried from the loop before torch is asked to: a connect inside torch can be neither cancelled nor trusted
-to end, and prints what it meets. Torch gets an address that has just answered.
+The loop tries to connect before torch does: a connect inside torch cannot be cancelled, may never return, and prints
+the errors that it meets. Torch gets an address that has just answered.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ FIRST_DELAY_S: Final = 0.01
 LONGEST_DELAY_S: Final = 0.5
 LONGEST_ELASTIC_DELAY_S: Final = 0.1
 REACH_LIMIT_S: Final = 5.0
-"""An attempt to connect that takes longer is given up: the next one finds a host that is back sooner."""
+"""The longest attempt to connect: the next attempt finds a host that is back sooner."""
 SETTLE_S: Final = 0.5
-"""How long the first host of a store waits for workers of a group that had its store there: they look more often."""
+"""How long the first worker in a store waits for those of an earlier store there, which retry more often."""
 HANGUP_LIMIT_S: Final = 0.2
 BACKLOG: Final = 2048
 
 
 @dataclass(frozen=True, slots=True)
 class TcpPlace:
-    """Where a store is, or shall be; port 0 lets the system choose one."""
+    """The address of a store, or of one to be served; port 0 lets the system choose one."""
 
     host: str
     port: int
@@ -52,7 +52,7 @@ class TcpPlace:
 
 
 def tcp_place(url: SplitResult, query: Mapping[str, str]) -> TcpPlace:
-    """What ``tcp://host:port`` names, or the environment for ``env://``."""
+    """Return the place in ``tcp://host:port``, or in the environment for ``env://``. Raises `ConfigurationError`."""
     use_libuv = query.get("use_libuv", os.environ.get("USE_LIBUV", "1")) == "1"
     if url.scheme == "env":
         return TcpPlace(_variable("MASTER_ADDR"), _port(_variable("MASTER_PORT"), "MASTER_PORT"), use_libuv)
@@ -88,11 +88,11 @@ def _is_served_by_torchrun(place: TcpPlace) -> bool:
 
 
 _Hosting = Literal["always", "if free", "if here"]
-"""Whether a worker serves the store: in any case, if no other does, or if none does and the address is its own."""
+"""When a worker serves the store: in any case, if no other does, or if none does and the address is its own."""
 
 
 async def open_tcp(place: TcpPlace, *, rank: int | None, world_size: int | None, deadline: float) -> GroupStore:
-    """Serve the store or connect to it, as it befits this worker."""
+    """Serve the store or connect to it, depending on the rank, the kind of group and the address."""
     thread = StoreThread()
     first, again = _hosting(place, rank, is_elastic=world_size is None)
     # A store of a group of fixed size that this worker serves cannot be lost
@@ -107,11 +107,11 @@ async def open_tcp(place: TcpPlace, *, rank: int | None, world_size: int | None,
 
 
 def _hosting(place: TcpPlace, rank: int | None, *, is_elastic: bool) -> tuple[_Hosting | None, _Hosting | None]:
-    """Whether a worker serves the store when it comes, and when the store was lost."""
+    """Return when a worker serves the store, as it joins and after the store was lost; None: never."""
     first: _Hosting | None = None
     again: _Hosting | None = None
     if not _is_served_by_torchrun(place):
-        # In an elastic group the store outlives its host, so another may have it already, or has to serve it again
+        # An elastic group outlives its store's host: another worker may serve a store already, or one has to do so
         again = "if here" if is_elastic else None
         if rank == 0:
             first = "if free" if is_elastic else "always"
@@ -123,7 +123,7 @@ def _hosting(place: TcpPlace, rank: int | None, *, is_elastic: bool) -> tuple[_H
 
 
 def _host(place: TcpPlace, hosting: _Hosting) -> KeyValues | None:
-    """Serve a store, unless another is to do so. Raises `RendezvousError` if this machine cannot serve there at all."""
+    """Serve a store; None if another process is to do so. Raises `RendezvousError` if this machine cannot serve it."""
     if hosting == "if here" and not _is_here(place.host):
         if place.port == 0:
             raise ConfigurationError(f"{place} has port 0, but {place.host} is not this machine")
@@ -140,11 +140,11 @@ def _host(place: TcpPlace, hosting: _Hosting) -> KeyValues | None:
     close_port_in_children(port)
     try:
         store = TCPStore(
-            _loopback(place.host) or "127.0.0.1",  # the name that others know this host by may not lead here yet
+            _loopback(place.host) or "127.0.0.1",  # the host name that other workers use may not resolve here yet
             port,
             is_master=True,
             wait_for_workers=False,
-            multi_tenant=True,  # with no listener, a server that this process has at the port is shared
+            multi_tenant=True,  # with no listener, torch shares the server that this process has at the port
             master_listen_fd=None if listener is None else listener.detach(),
             use_libuv=place.use_libuv,
         )
@@ -157,11 +157,11 @@ def _host(place: TcpPlace, hosting: _Hosting) -> KeyValues | None:
 
 
 def _is_here(host: str) -> bool:
-    """Whether the host is this machine, which is to say that its address can be bound."""
+    """Whether the host is this machine, that is, whether its address can be bound."""
     try:
         found = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)
     except OSError:
-        return False  # connecting to it will tell what is wrong
+        return False  # the attempt to connect reports the problem
     for family, kind, _, _, address in found:
         with contextlib.suppress(OSError), socket.socket(family, kind) as bound:
             bound.bind(address)
@@ -170,14 +170,14 @@ def _is_here(host: str) -> bool:
 
 
 def _loopback(host: str) -> str | None:
-    """The loopback address that a host stands for, if it cannot stand for anything else."""
+    """Return the loopback address that a host stands for; None if it can stand for another one."""
     if host == "localhost":
         return "127.0.0.1"
     return host if is_loopback(host) else None
 
 
 def _listen(place: TcpPlace) -> socket.socket:
-    """Listen where the others will look. Torch would always listen on all interfaces, for a group on loopback too."""
+    """Listen where the other workers connect. Torch would listen on all interfaces, even for a group on loopback."""
     loopback = _loopback(place.host)
     if loopback is not None:
         family = socket.AF_INET6 if ":" in loopback else socket.AF_INET
@@ -195,7 +195,10 @@ def _cannot_host(place: TcpPlace, error: Exception) -> RendezvousError:
 
 
 async def _open(thread: StoreThread, place: TcpPlace, deadline: float, *, hosting: _Hosting | None) -> KeyValues:
-    """Connect to a store as soon as there is one; before each attempt this worker may serve one itself."""
+    """Connect to a store as soon as there is one; before each attempt this worker may serve one itself.
+
+    Raises `RendezvousTimeoutError` at the deadline.
+    """
     loop = asyncio.get_running_loop()
     started = loop.time()
     delay_s = FIRST_DELAY_S
@@ -224,7 +227,7 @@ async def _open(thread: StoreThread, place: TcpPlace, deadline: float, *, hostin
 
 
 async def _connect_once(thread: StoreThread, place: TcpPlace, access: Access, remaining_s: float) -> KeyValues | None:
-    """One attempt: None if the store is about to go, an error if there is nothing (yet, or any more)."""
+    """Try to connect once; returns None if the store is closing, raises if there is none (yet, or any more)."""
     limit_s = None if remaining_s == float("inf") else max(remaining_s, 0.1)
     try:
         async with asyncio.timeout(min(limit_s or REACH_LIMIT_S, REACH_LIMIT_S)):
@@ -248,7 +251,7 @@ async def _connect_once(thread: StoreThread, place: TcpPlace, access: Access, re
     try:
         await thread.run(enter, limit_s=limit_s)
     except (TimeoutError, asyncio.CancelledError) as error:
-        thread.submit_nowait(leave)  # the host is not to wait for a guest that nobody knows of
+        thread.submit_nowait(leave)  # the host must not wait for a guest that has given up
         if isinstance(error, TimeoutError):
             raise OSError("something listens there, but does not answer as a store") from None
         raise
@@ -256,7 +259,7 @@ async def _connect_once(thread: StoreThread, place: TcpPlace, access: Access, re
 
 
 async def _wait_for_its_end(place: TcpPlace) -> None:
-    """Wait, though not long, for the server to hang up on us. Torch would complain aloud if it did so to a client."""
+    """Wait briefly for the server to close a connection. Torch would print an error for its client."""
     async with _connection(place) as (reader, _):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(HANGUP_LIMIT_S):
@@ -264,7 +267,7 @@ async def _wait_for_its_end(place: TcpPlace) -> None:
 
 
 async def _reach(place: TcpPlace) -> str:
-    """Connect and hang up; the address that answered."""
+    """Connect and disconnect; returns the address that answered."""
     async with _connection(place) as (_, writer):
         address: str = writer.get_extra_info("peername")[0]
         return address

@@ -1,4 +1,4 @@
-"""Memory for large tensors that come through a socket, used again while its pages are warm.
+"""Memory for large tensors that are read from a socket, reused while its pages are warm.
 
 The kernel takes longer to find and clear fresh pages than to read a tensor into them.
 """
@@ -15,18 +15,18 @@ from arpc.wire.values.raw_memory import address_of, allocate, view_of
 __all__ = ["BufferPool"]
 
 _FROM_BYTES: Final = 1 << 20
-"""Less than this the C library keeps warm itself."""
+"""The size from which buffers are pooled: the C library keeps smaller ones warm itself."""
 _IDLE_S: Final = 10.0
 
 
 class BufferPool:
-    """Keeps up to ``idle_bytes`` that nobody uses, for ten seconds. Belongs to the loop."""
+    """Keeps up to ``idle_bytes`` of unused memory, for ten seconds. Belongs to the loop."""
 
     def __init__(self, idle_bytes: int) -> None:
         self._loop = asyncio.get_running_loop()
         self._limit = idle_bytes
         self._idle_bytes = 0
-        # By size, each with the time since which nobody uses it; the end of a list was used last
+        # By size, each with the time since which it is unused; the end of a list was used last
         self._free: dict[int, deque[tuple[float, memoryview]]] = {}
         self._released: ReleaseQueue[memoryview] = ReleaseQueue(self._loop, self._collect)
         self._timer: asyncio.TimerHandle | None = None
@@ -34,8 +34,8 @@ class BufferPool:
         self.reuses = 0
 
     def allocate(self, size_bytes: int) -> memoryview:
-        """Memory for so many bytes, aligned. Raises `MemoryError`."""
-        # Of what is never touched there is no page, so it may be larger than needed
+        """Return aligned memory of this size. Raises `MemoryError`."""
+        # Untouched memory takes no pages, so the buffer may be larger than needed
         memory_bytes = 1 << (size_bytes - 1).bit_length()
         if size_bytes < _FROM_BYTES or memory_bytes > self._limit or self._is_closed:
             return allocate(size_bytes)
@@ -50,7 +50,7 @@ class BufferPool:
         return view_of(Lease(self._released, memory), address_of(memory), size_bytes)
 
     def _collect(self) -> None:
-        """Keep what was released, as far as there is room for it."""
+        """Keep the released memory, as far as there is room for it."""
         now = self._loop.time()
         for memory in self._released.take():
             if self._idle_bytes + memory.nbytes > self._limit:
@@ -70,7 +70,7 @@ class BufferPool:
             self._timer = self._loop.call_later(_IDLE_S, self._forget_idle)
 
     def close(self) -> None:
-        """Keep nothing any more. What is in use is freed when its use ends."""
+        """Free the idle memory, and keep none from now on. Memory in use is freed when its use ends."""
         self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()

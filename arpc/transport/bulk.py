@@ -1,4 +1,4 @@
-"""Large tensors on their way, most in chunks: all messages take turns, and small ones have every second turn."""
+"""Large tensors being sent, most in chunks: all messages take turns, and small ones have every second turn."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SMALL_MESSAGE_BYTES: Final = 1 << 16
 
 
 class BulkSend:
-    """A message whose large tensors are on their way."""
+    """A message whose large tensors are being sent."""
 
     __slots__ = ("buffers", "id", "index", "position", "size_bytes", "unsent_bytes")
 
@@ -31,7 +31,7 @@ class BulkSend:
         return self.index == len(self.buffers)
 
     def next_chunk(self) -> memoryview:
-        """The next bytes to be sent; they count as sent."""
+        """Return the next bytes to send, which count as sent from now on."""
         buffer = self.buffers[self.index]
         chunk = buffer[self.position : self.position + CHUNK_BYTES]
         self.position += chunk.nbytes
@@ -51,20 +51,20 @@ class BulkQueue:
         self._large: deque[BulkSend] = deque()
         self._small: deque[BulkSend] = deque()
         self.striped: deque[BulkSend] = deque()
-        """Those whose chunks go to lanes."""
+        """The messages whose chunks go to lanes."""
         self._parked: set[BulkSend] = set()
-        """Those that wait for the peer to map shared memory, or for a copy."""
+        """The messages that wait for the peer to map shared memory, or for a copy."""
         self._is_turn_of_small = True
         self.unsent_bytes = 0
         self.small_bytes = 0
-        """What is unsent of small messages."""
+        """The unsent bytes of small messages."""
 
     def __len__(self) -> int:
         return len(self._small) + len(self._large) + len(self.striped) + len(self._parked)
 
     @property
     def has_chunks(self) -> bool:
-        """There is a chunk for the connection itself."""
+        """Whether there is a chunk for the connection itself, not for its lanes."""
         return bool(self._small or self._large)
 
     def append(self, bulk: BulkSend, *, is_striped: bool = False) -> None:
@@ -75,7 +75,7 @@ class BulkQueue:
         self._count(queue, bulk.size_bytes)
 
     def remove(self, bulk: BulkSend) -> bool:
-        """Send no more chunks of a message; False if none is left here."""
+        """Stop sending chunks of a message; returns False if none is left here."""
         for queue in (self._large, self._small, self.striped):
             if bulk in queue:
                 queue.remove(bulk)
@@ -84,14 +84,14 @@ class BulkQueue:
         return False
 
     def next_chunk(self) -> tuple[int, memoryview]:
-        """The number of a message and its next bytes, which count as sent. There must be one."""
+        """Return the number of a message and its next bytes, which count as sent. There must be a chunk."""
         is_small = bool(self._small) and (self._is_turn_of_small or not self._large)
         self._is_turn_of_small = not is_small
         bulk, chunk = self._next_of(self._small if is_small else self._large)
         return bulk.id, chunk
 
     def next_stripe(self) -> tuple[int, int, int, memoryview]:
-        """The number of a striped message, where its next bytes belong, and those, which count as sent."""
+        """Return a striped message's number, and its next bytes with their buffer and position; they count as sent."""
         bulk = self.striped[0]
         index, position = bulk.index, bulk.position
         return bulk.id, index, position, self._next_of(self.striped)[1]
@@ -110,12 +110,12 @@ class BulkQueue:
             self.small_bytes += size_bytes
 
     def park(self, bulk: BulkSend) -> None:
-        """A message has to wait. It counts as unsent, and may be dropped."""
+        """Let a message wait. It counts as unsent, and may be dropped."""
         self._parked.add(bulk)
         self.unsent_bytes += bulk.size_bytes
 
     def unpark(self, bulk: BulkSend) -> bool:
-        """It need not wait any longer; False if it was dropped meanwhile, or the connection is gone."""
+        """End the wait of a message; returns False if it was dropped meanwhile, or the connection has ended."""
         if bulk not in self._parked:
             return False
         self._parked.remove(bulk)

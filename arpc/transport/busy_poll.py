@@ -1,18 +1,18 @@
-"""Polling for the next message where it is likely to come soon.
+"""Busy-polling for the next message where it is likely to come soon.
 
-A CPU that has nothing to do falls asleep, and takes much longer to wake up than a worker takes to answer: across two
-CPUs most of a round trip is that. So a worker that has just read something polls for a short while, turn by turn of its
-loop, before it lets the loop wait. Both sides of a conversation do, and neither sleeps in the middle of it.
+An idle CPU goes to sleep, and takes much longer to wake up than a worker takes to reply: across two CPUs, that is most
+of a round trip. So a worker that has just read something polls for a short while, in each turn of its loop, before it
+lets the loop wait. Both sides of a conversation do so, and neither sleeps in the middle of it.
 
-It must never cost others what it gains here:
+Polling must never cost other threads and programs what it gains here:
 
-- Each poll gives the CPU away first. If another program takes it, polling stops. Where both sides share one CPU,
-  nobody polls: there, waiting is how the other side gets to run.
-- Only a conversation, in which one message follows another, is a reason to poll. A single message is none.
-- Polls that find nothing use up a credit that successful ones refill. Without credit one is tried now and then, and
+- Each poll yields the CPU first. If another program takes it, polling stops. Where both sides share one CPU, neither
+  polls: there, the other side can run only while this one waits.
+- Only a conversation, in which one message follows another, is a reason to poll. A single message is not.
+- Polls that find nothing use up a credit that successful ones refill. Without credit a poll is tried now and then, and
   less and less often.
-- While threads of this process are busy, nobody polls: they need the CPU, or the interpreter's lock. The worker's own
-  threads that have something quick to do are given way to, since the next message comes after their answer.
+- While other threads of this process are busy, the worker does not poll: they need the CPU, or the interpreter lock.
+  While its own threads have a quick job, a poll yields to them, since the next message comes after their reply.
 """
 
 from __future__ import annotations
@@ -33,43 +33,43 @@ if TYPE_CHECKING:
 __all__ = ["BusyPoll", "Pool", "can_run_at_once"]
 
 _CHECK_S: Final = 0.05
-"""How often connections are checked for whether to poll them, while something goes on."""
+"""The interval between checks which connections to poll, while there is traffic."""
 _SELDOM_S: Final = 0.5
 _SILENT: Final = 100
-"""After so many checks between which nothing came, they are made seldom."""
+"""After this many checks in a row without a message in between, they are made only every `_SELDOM_S`."""
 _TALK_S: Final = 0.002
-"""A message that comes within so long of another is part of a conversation."""
+"""A message that comes within this time of another is part of a conversation."""
 _FIRST_CREDIT: Final = 3
 _CREDIT: Final = 50
-"""How many polls may find nothing after a time in which all found something."""
+"""The most credit: how many polls may find nothing after a time in which all found something."""
 _SHARED_S: Final = 0.00002
-"""It takes so long to give way if there is another program that wants this CPU."""
+"""To yield takes longer than this if there is another program that wants this CPU."""
 _PRICE_OF_SHARING: Final = 10
-"""What a poll costs in which the CPU was away for longer than the poll would have lasted."""
+"""The credit that a poll costs in which the CPU was away for longer than the poll would have lasted."""
 _LONGEST_PAUSE: Final = 16
-"""Between two attempts when the credit is used up, in `_CHECK_S`."""
+"""The longest pause between two attempts when the credit is used up, in units of `_CHECK_S`."""
 _BUSY_SHARE: Final = 0.1
-"""Of the time, that other threads of this process have had of a CPU: then they are busy."""
+"""Other threads of this process are busy if they have used a CPU for more than this share of the time."""
 
 
 class Pool(Protocol):
-    """Threads of the worker's own."""
+    """A pool of the worker's own threads."""
 
     @property
     def is_asleep(self) -> bool:
-        """None of them has anything to do."""
+        """Whether no thread has anything to do."""
 
     @property
     def is_in_slow_job(self) -> bool:
-        """One of them has something to do that may take a while."""
+        """Whether a thread is in a job that may take a while."""
 
     @property
     def cpu_s(self) -> float:
-        """CPU time that they have used."""
+        """The CPU time that the threads have used."""
 
 
 class BusyPoll:
-    """That of one worker, over all its connections. A poll ends ``longest_s`` after something came."""
+    """The busy-polling of one worker, over all its connections. A poll ends ``longest_s`` after the last message."""
 
     def __init__(
         self,
@@ -80,9 +80,9 @@ class BusyPoll:
         self.longest_s = longest_s
         self._give_way = give_way or _yield_cpu
         self.pools: tuple[Pool, ...] = ()
-        """Threads of the worker's own. Their work does not count as that of others."""
+        """The worker's own threads. Their CPU time does not count as that of other threads."""
         self.call_at: CallAt | None = None
-        """For the timer, which is always set; None: as the loop does."""
+        """Schedules the timer, which is always pending; None: the loop's own `call_at`."""
         self.kept = 0
         self.in_vain = 0
         self._clock = clock
@@ -106,7 +106,7 @@ class BusyPoll:
     # -- connections
 
     def join(self, connection: StreamConnection) -> None:
-        """Poll for a connection, where that is worth it, until it leaves."""
+        """Poll for a connection, where that is worth it, until `leave`."""
         self._connections[connection] = None
         self._silent = 0
         self._is_any_polled |= self._decide(connection, _own_cpus())
@@ -120,7 +120,7 @@ class BusyPoll:
             self._end()
 
     def close(self) -> None:
-        """Poll no more."""
+        """Stop polling, for all connections."""
         for connection in self._connections:
             connection.set_busy_poll(None)
         self._connections.clear()
@@ -135,7 +135,7 @@ class BusyPoll:
     # -- polling
 
     def received(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Something has come."""
+        """Record that bytes have come on a polled connection; in a conversation, this starts a poll."""
         self._has_news = True
         if self._is_polling:
             return
@@ -155,7 +155,7 @@ class BusyPoll:
             loop.call_soon(self._poll, loop, context=self._context)
 
     def _poll(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Between two turns of the loop, which does not wait as long as this is scheduled again."""
+        """Poll between two turns of the loop, which does not wait as long as this is scheduled again."""
         self._is_scheduled = False
         if not self._is_polling:
             return
@@ -183,10 +183,10 @@ class BusyPoll:
                 if is_asleep:
                     self._end_without_news(1)
                 else:
-                    self._is_polling = False  # the peer was not late: it has no answer yet
+                    self._is_polling = False  # the peer was not late: it waits for the reply of this worker's threads
                 return
             self._give_way()
-            # While a thread is at work it is the one that has the CPU meanwhile
+            # While one of the worker's own threads is at work, it is the one that takes the CPU
             if is_asleep and (away_s := self._clock() - begun) > _SHARED_S:
                 self._end_without_news(1 if away_s < self.longest_s else _PRICE_OF_SHARING)
                 return
@@ -212,7 +212,7 @@ class BusyPoll:
         self._bytes = received
         self._check_all(self._clock())
         if not self._credit:
-            self._credit = _FIRST_CREDIT  # it may have become worth it
+            self._credit = _FIRST_CREDIT  # polling may have become worth it
         is_rare = self._silent >= _SILENT or self._is_any_polled
         self._check_in(_SELDOM_S if is_rare and self._pause == 1 else _CHECK_S * self._pause, loop)
 
@@ -228,7 +228,7 @@ class BusyPoll:
         self._is_polling &= is_worth_it
 
     def _strangers_s(self) -> float:
-        """CPU time of the threads of this process that are not the worker's own."""
+        """Return the CPU time of the threads of this process that are not the worker's own."""
         return _others_s() - sum([pool.cpu_s for pool in self.pools])
 
     def _decide(self, connection: StreamConnection, cpus: set[int]) -> bool:
@@ -237,19 +237,19 @@ class BusyPoll:
         return is_worth_it
 
     def statistics(self) -> dict[str, int]:
-        """Polls, those in which nothing came, and connections, polled now or not."""
+        """Return the counts of polls, of polls that found nothing, and of connections, polled now or not."""
         return {"kept": self.kept, "in_vain": self.in_vain, "connections": len(self._connections)}
 
 
 def can_run_at_once(connection: StreamConnection, cpus: set[int] | None = None) -> bool:
-    """Whether this process and the one at the other end need not share a CPU, so that both can be at work."""
+    """Whether this process and the peer's need not share a CPU, so that both can run at the same time."""
     cpus = cpus or _own_cpus()
     if len(cpus) > 1 or not connection.is_local:
         return True
     process = connection.peer_process
     try:
         return process is not None and not os.sched_getaffinity(process) <= cpus
-    except OSError:  # it is of another PID namespace, or gone
+    except OSError:  # the process is in another PID namespace, or has ended
         return False
 
 
@@ -260,7 +260,7 @@ def _own_cpus() -> set[int]:
 
 
 def _others_s() -> float:
-    """CPU time of the other threads of this process."""
+    """Return the CPU time of the other threads of this process."""
     return process_time() - thread_time()
 
 

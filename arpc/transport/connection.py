@@ -1,18 +1,20 @@
-"""The contract of a transport, and what all connections have in common.
+"""The contract of a transport, and the code that all connections share.
 
-A `Connection` carries frames between two workers. It owns a `wire.protocol.Protocol` for what comes in, gathers small
-frames so that all of one loop turn go out in one write, and sends large tensors in chunks between them.
+A `Connection` carries frames between two workers. It owns a `wire.protocol.Protocol` that parses its input, gathers
+the small frames of one loop turn into one write, and sends large tensors in chunks between them.
 
-If a peer with a CPU of its own had to wait until the last frame of a turn is made, and this side until the peer has
-dealt with all of them, one of two CPUs would always be idle. So what goes out then is written in *portions*, of half
-as many frames as the last read has brought: the peer is at work on the first while the next is made. The side that has
-more to do finds more in each of its reads, and so writes least often. On one CPU the fewer writes there are the better.
+If a peer with a CPU of its own had to wait for the last frame of a turn, and this side until the peer has handled all
+of them, one of the two CPUs would always be idle. So frames for such a peer are written in *portions*, of half as many
+frames as the last read has brought: the peer handles the first portion while this side makes the next. The side with
+more work finds more frames in each of its reads, and so writes least often. On one CPU the fewer writes there are the
+better.
 
-Errors. `Transport.connect` raises `OSError` (no such address, refused), `ConfigurationError` (an address that cannot
-be), `HandshakeError` or `ProtocolError` (the peer is not one of ours), `TimeoutError` is left to the caller.
-`Connection.send` raises `ConnectionClosedError` once the connection is closed; nothing else. `Transport.listen` raises
-`OSError` (taken, not ours to use) and `ConfigurationError`. How a connection ended is told once, to
-`Receiver.connection_lost`; of an attempt for which `connect` raises, the receiver may hear nothing at all.
+Errors. `Transport.connect`, or `Connection.wait_opened` after it, raises `OSError` (no such address, refused),
+`ConfigurationError` (a malformed address), `HandshakeError` or `ProtocolError` (the peer is not a worker of this
+group), or `ConnectionClosedError`; timeouts are left to the caller. `Connection.send` raises `ConnectionClosedError`
+once the connection is closed; nothing else. `Transport.listen` raises `OSError` (the address is taken, or not
+permitted) and `ConfigurationError`. The end of a connection is reported once, to `Receiver.connection_lost`; if
+`connect` raises, the receiver may get no call at all.
 """
 
 from __future__ import annotations
@@ -53,120 +55,121 @@ _USES_TO_ANNOUNCE: Final = 2
 _FEWEST_A_WRITE: Final = 2
 _MOST_A_WRITE: Final = 32
 _READS_A_LOOK: Final = 64
-"""Between two looks whether the peer is on the same CPU: processes are moved seldom."""
-# How long a side that has said goodbye waits for the other to close, once nothing moves any more
+"""The reads of several messages between two checks whether the peer is on the same CPU: processes rarely move."""
+# How long a side that has sent GOODBYE waits for the peer to close, once no bytes move any more
 _LINGER_S: Final = 2.0
 
 
 class Receiver(TypingProtocol):
-    """Who hears of what happens on a connection.
+    """The callbacks of a connection.
 
-    Called on the loop; what it raises is logged and ends the connection.
+    They are called on the loop. An exception in one ends the connection, and is logged unless it is a `WireError` or an
+    `OSError`.
     """
 
     def connection_opened(self, connection: Connection) -> None:
-        """The handshake is done: ``connection.peer`` is who it says."""
+        """Called when the handshake is done: ``connection.peer`` is the peer's identity."""
 
     def messages_received(self, connection: Connection, messages: list[Message]) -> None: ...
 
     def connection_lost(self, connection: Connection, error: Exception | None) -> None:
-        """The last thing heard of a connection, exactly once, whether it was ever open or not.
+        """The last callback of a connection, called exactly once, whether it was ever open or not.
 
-        None: closed on purpose, by this side or by a goodbye of the other.
+        ``error`` is None if it was closed on purpose, by this side or by a GOODBYE of the peer.
         """
 
     def output_drained(self, connection: Connection) -> None:
-        """There is room again, after `Connection.is_congested` or `Connection.is_behind` was true."""
+        """Called when there is room again, after `Connection.is_congested` or `Connection.is_behind` was true."""
 
 
 class Phase(IntEnum):
-    """How far this side is on the way to the end of a connection. `Protocol.state` says what the peer may still say."""
+    """How far this side has closed a connection. `Protocol.state` decides which messages the peer may still send."""
 
     SENDING = auto()
     CLOSING = auto()
-    """It has said goodbye, or why it refuses the peer: what was sent before goes out, and no frame is sent any more."""
+    """It has sent GOODBYE, or a refusal: earlier output still goes out, and no further frame is sent."""
     ABORTED = auto()
-    """What has not gone out is lost. `Connection._ended` is about to be called."""
+    """Output that has not gone out is lost. `Connection._ended` is about to be called."""
     ENDED = auto()
 
 
 class Connection(ABC):
-    """One connection, not tied to how bytes move. Belongs to the loop it was made on."""
+    """One connection, independent of how its bytes move. Belongs to the loop it was made on."""
 
     address = "?"
-    """Where the peer is, for people to read."""
+    """The address of the peer, as shown in messages."""
     send: Callable[[bytes], None]
-    """Sends one frame with no large tensors: `_send_now`, `_send_later` or `_refuse`, as things are.
+    """Sends one frame with no large tensors: `_send_now`, `_send_later` or `_refuse`, depending on the state.
 
-    The first frame after a read of one message is written at once: little is going on, so waiting for more to join
+    The first frame after a read of one message is written at once: there is little traffic, so to wait for more frames
     would only cost time. All others of a loop turn go out together.
     """
     _write: Callable[[bytes], None]
-    """Hands bytes to the operating system, or keeps them until it takes them. Each kind of connection has its own."""
+    """Writes bytes to the operating system, or buffers them until it takes them. Each subclass sets its own."""
     _write_pieces: Callable[[tuple[bytes, memoryview]], None]
-    """Hands on a header and a piece of a tensor, which must not be copied. Each kind of connection has its own."""
+    """Writes a header and a piece of a tensor, which must not be copied. Each subclass sets its own."""
 
     def __init__(self, protocol: Protocol, receiver: Receiver) -> None:
         self.loop = asyncio.get_running_loop()
         self.protocol = protocol
         self.receiver = receiver
         self.owner: Any = None
-        """For whoever receives: what it keeps about this connection."""
+        """The state that the receiver keeps for this connection."""
         self.shared_memory: Channel | None = None
-        """For large tensors, if both sides can share memory."""
+        """The channel for large tensors in shared memory; None if this connection cannot have one."""
         self.limits: ConnectionLimits | None = None
-        """Where it came in, if others made it."""
+        """The limits that count this connection, if the peer made it."""
         self.handshake_s = HANDSHAKE_S
         self.is_congested = False
-        """The peer does not take bytes as fast as they are sent."""
+        """Whether the peer takes bytes more slowly than they are sent."""
         self.is_full = False
-        """The peer does not take bytes of this connection alone, without its lanes, as fast as they are sent."""
+        """Whether the peer takes bytes of this connection alone, without its lanes, more slowly than they are sent."""
         self.bytes_received = self.bytes_sent = 0
         self.frames_sent = self.writes = 0
         self._schemas: dict[Schema, int] = {}
-        """The numbers of what has been announced to the peer. Threads read it, see `frame_in_thread`."""
+        """The numbers of the schemas announced to the peer. Threads read it, see `frame_in_thread`."""
         self._schema_bytes = 0
         self._handshake_ended = asyncio.Event()
         self._closed = asyncio.Event()
         self._out = protocol.output
-        """Frames of this turn, fewer than `_MOST_A_WRITE` of them, among them what the protocol itself has to say."""
+        """The frames of this turn, fewer than `_MOST_A_WRITE`, those that the protocol itself sends included."""
         self.bulk = BulkQueue()
         self.bulk_left: Callable[[], None] | None = None
-        """Called whenever `held_bytes` may have become less: something was written, or read by the peer."""
+        """The callback for when `held_bytes` may have become less: bytes were written, or read by the peer."""
         self._bulk_count = 0
         self.lanes: Lanes | None = None
         self.is_reading = False
-        """What comes now is one of several messages of a read."""
+        """Whether the receiver is handling a read of several messages."""
         self._phase = Phase.SENDING
         self._is_greeted = False
         self._messages_received: Callable[[Connection, list[Message]], None] = self._greet
         self.send = self._send_later
         self._send_after_one_message: Callable[[bytes], None] = self._send_now
-        """What `send` becomes after a read of one message."""
+        """The value of `send` after a read of one message."""
         self._watch: asyncio.TimerHandle | None = None
         self._frames_a_write = _MOST_A_WRITE
         self._is_peer_at_work = False
         self._reads_until_look = 0
         self._error: Exception | None = None
 
-    # -- what a kind of connection provides
+    # -- provided by each kind of connection
 
     @abstractmethod
     def _unsent_bytes(self) -> int:
-        """Bytes that were written and not yet taken."""
+        """Return how many written bytes the system, or the other end in this process, has not taken yet."""
 
     def _unacknowledged_bytes(self) -> int:
-        """Bytes that the system has taken and that have not arrived at the peer, as far as the system tells."""
+        """Return how many bytes that the system has taken have not reached the peer, as far as it reports that."""
         return 0
 
     @abstractmethod
     def _shut(self) -> None:
-        """Close once what was written has gone out. Ends in `_ended`."""
+        """Close once all written bytes have gone out. Ends in `_ended`."""
 
     def _end_writing(self) -> None:
-        """Close once what was written has gone out, but read on until the other side closes too.
+        """Close once all written bytes have gone out, but read on until the peer closes too.
 
-        TCP that closes with bytes unread drops what it sent last.
+        TCP that closes with unread input drops the output that was sent last.
         """
         self._shut()
 
@@ -189,29 +192,29 @@ class Connection(ABC):
 
     @property
     def unsent_bytes(self) -> int:
-        """Bytes this side still holds because the peer does not take them."""
+        """The bytes that this side still holds because the peer does not take them."""
         unsent = self._unsent_bytes() if self._phase < Phase.ABORTED else 0
         return unsent + self.bulk.unsent_bytes + sum(map(len, self._out))
 
     @property
     def unsent_small_bytes(self) -> int:
-        """Bytes of `unsent_bytes` that are not of messages with large tensors, but for a chunk of those."""
+        """`unsent_bytes` without the large tensors of large messages, except for chunks that were written already."""
         return self.unsent_bytes - self.bulk.unsent_bytes + self.bulk.small_bytes
 
     @property
     def held_bytes(self) -> int:
-        """`unsent_bytes`, and what lies in shared memory for a peer that does not read."""
+        """`unsent_bytes`, and the bytes in shared memory that the peer has not read."""
         return self.unsent_bytes + (self.shared_memory.unread_bytes if self.shared_memory is not None else 0)
 
     @property
     def is_behind(self) -> bool:
-        """More large tensors would only pile up before they are copied. `Receiver.output_drained` comes."""
+        """Whether more large tensors would only wait to be copied. `Receiver.output_drained` is called afterwards."""
         return self.shared_memory is not None and self.shared_memory.is_behind
 
     def send_message(
         self, type_: int, flags: int, id_: int, arg: int, timeout_ms: int, content: Content
     ) -> BulkSend | None:
-        """Send one message of any kind. Of large tensors that go on to be sent, returns the `BulkSend`."""
+        """Send one message of any kind. Returns the `BulkSend` of its large tensors, None if it has none."""
         schema, number = content.schema, 0
         if schema is not None:
             number = self._schemas.get(schema) or self._number(schema)
@@ -222,7 +225,7 @@ class Connection(ABC):
         return None
 
     def frame_in_thread(self, type_: int, id_: int, content: Content) -> bytes | None:
-        """The frame of a message, for a thread to send; None if it takes the loop to send it."""
+        """Return the frame of a message for a thread to send; None if only the loop can send it."""
         schema, number = content.schema, 0
         if content.buffers:
             return None
@@ -233,10 +236,10 @@ class Connection(ABC):
         return content.framed(type_, 0, id_, 0, 0, number)
 
     def _number(self, schema: Schema) -> int:
-        """The number of a schema, which is announced if it is used again and again."""
+        """Return the number of a schema, which is announced first if it is used again and again; else `ONE_OFF`."""
         if not self._is_worth_announcing(schema) or not self.is_open:
             return ONE_OFF
-        # Written at once, before the number is known to anybody: threads that send must not overtake it
+        # Written at once, before any thread can see the number: threads that send must not overtake it
         self.flush()
         if self._phase is not Phase.SENDING:
             return ONE_OFF
@@ -247,7 +250,7 @@ class Connection(ABC):
         return number
 
     def _is_worth_announcing(self, schema: Schema) -> bool:
-        """Whether a schema comes again, and the peer takes one more."""
+        """Whether a schema is used again and again, and the peer takes one more."""
         return (
             schema.uses >= _USES_TO_ANNOUNCE
             and len(self._schemas) < MAX_SCHEMAS
@@ -269,31 +272,31 @@ class Connection(ABC):
             self.flush()
 
     def _refuse(self, _: bytes) -> None:
-        # Of one that was aborted everybody is about to hear that it is lost; that is soon enough
+        # The loss of an aborted connection is about to be reported; that is soon enough
         if self._phase is not Phase.ABORTED:
             raise ConnectionClosedError(f"the connection to {self.address} is closed")
 
     @property
     def is_peer_elsewhere(self) -> bool:
-        """The peer can be at work while this process is. Asks the system, in any thread."""
+        """Whether the peer can run while this process does. Asks the system; may be called in any thread."""
         return False
 
     def share_writing(self) -> WriteLock | None:
-        """How threads send small frames on this connection; None if they cannot.
+        """Return the lock with which threads send small frames on this connection; None if they cannot.
 
-        What they send may overtake what the loop sends in the same moment.
+        Their frames may overtake frames that the loop sends at the same moment.
         """
         return None
 
     def send_bulk(self, data: bytes, buffers: Sequence[memoryview]) -> BulkSend:
-        """Send one frame, then its large tensors in chunks, between which other frames may pass.
+        """Send one frame and its large tensors, in shared memory or in chunks between which other frames may pass.
 
         ``buffers`` are flat views of bytes, at least one and none of them empty. They must not change until they are
         out.
         """
         bulk = BulkSend(buffers)
         if self._phase is not Phase.SENDING:
-            self.send(data)  # raises, unless it was aborted and nobody has heard of it yet
+            self.send(data)  # raises, unless the connection was aborted and that was not reported yet
         elif self.shared_memory is None or not self.shared_memory.carry(data, bulk):
             self.send_in_chunks(data, bulk)
         return bulk
@@ -309,31 +312,31 @@ class Connection(ABC):
 
     def _begin_bulk(self, data: bytes, bulk: BulkSend) -> None:
         if self._phase is Phase.CLOSING:
-            self._write(data)  # it was parked when `close` was called
+            self._write(data)  # the message was parked when `close` was called
         else:
             self.send(data)
-        # the peer counts frames that have buffers, so this number is theirs too
+        # the peer counts the frames that have buffers too, and so arrives at this number
         bulk.id = self._bulk_count
         self._bulk_count += 1
 
     # -- for shared memory
 
     def send_lent(self, data: bytes, bulk: BulkSend, offsets: bytes) -> None:
-        """Send a message, and where in shared memory its large tensors are."""
+        """Send a message, and the offsets of its large tensors in shared memory."""
         self._begin_bulk(data + frame(_LENT, 0, self._bulk_count, 0, 0, offsets), bulk)
-        bulk.buffers = []  # whoever remembers the message need not keep their memory
+        bulk.buffers = []  # objects that still refer to the message must not keep their memory
         self.end_if_last()
 
     def tell_bulk_left(self) -> None:
-        """`held_bytes` may have become less."""
+        """Call `bulk_left`: `held_bytes` may have become less."""
         if self.bulk_left is not None:
             self.bulk_left()
 
     def drop_bulk(self, bulk: BulkSend) -> bool:
-        """Stop sending tensors nobody wants any more. False if all of them have gone out already."""
+        """Stop sending tensors that are no longer wanted. Returns False if all have gone out, or `close` was called."""
         if self.bulk.unpark(bulk):
             self.tell_bulk_left()
-            return True  # nobody has heard of it
+            return True  # nothing of the message was sent yet
         if self._phase is not Phase.SENDING or not self.bulk.remove(bulk):
             return False
         self.tell_bulk_left()
@@ -341,7 +344,7 @@ class Connection(ABC):
         return True
 
     def flush(self) -> None:
-        """Write what was sent in this turn."""
+        """Write the frames that were sent in this turn."""
         out = self._out
         if out:
             data = b"".join(out)
@@ -357,7 +360,7 @@ class Connection(ABC):
                 self.bulk_left()
 
     def _pump(self) -> None:
-        """Write chunks of the messages under way, in turns, until the peer is full."""
+        """Write chunks of the queued messages, in turns, until the connection is full."""
         self.flush()  # the frames that the chunks belong to
         has_written = False
         while self.bulk.has_chunks and not self.is_full and self._phase is not Phase.ENDED:
@@ -369,7 +372,7 @@ class Connection(ABC):
             self.end_if_last()
 
     def end_if_last(self) -> None:
-        """Large tensors have gone out: end if `close` was called, and they were the last."""
+        """End the connection if `close` was called and the last large tensors have gone out."""
         if self._phase is Phase.CLOSING and not self.bulk:
             self._end_writing()
 
@@ -382,11 +385,11 @@ class Connection(ABC):
         self._write_pieces((header, chunk))
 
     def pause_writing(self) -> None:
-        """The peer does not take what was written."""
+        """Stop writing chunks: the peer does not take the bytes that were written."""
         self.is_full = self.is_congested = True
 
     def resume_writing(self) -> None:
-        """The peer has taken enough of it."""
+        """Write chunks again: the peer has taken enough of the bytes that were written."""
         self.is_full = False
         self._pump()
         if self.lanes is not None:
@@ -394,27 +397,27 @@ class Connection(ABC):
         self.look_for_room()
 
     def look_for_room(self) -> None:
-        """Tell the receiver if the peer takes bytes again."""
+        """Notify the receiver if the peer takes bytes again."""
         was_congested = self.is_congested
         self.is_congested = self.is_full or (self.lanes is not None and self.lanes.is_full)
         if was_congested and not self.is_congested:
             self.tell_drained()
 
     def tell_drained(self) -> None:
-        """`is_congested` or `is_behind` was true and is no longer."""
+        """Notify the receiver that `is_congested` or `is_behind` is no longer true."""
         if self._phase is Phase.ENDED:
             return
         try:
             self.receiver.output_drained(self)
-        except Exception as error:  # noqa: BLE001 - told to the receiver
+        except Exception as error:  # noqa: BLE001 - reported to the receiver
             self._failed(error)
 
     # -- receiving
 
     def _received(self, size_bytes: int) -> None:
-        """Bytes were put where ``protocol.get_buffer`` said.
+        """Process bytes that were read into the buffer of ``protocol.get_buffer``.
 
-        Never raises: uvloop would drop the connection without a word.
+        Never raises: uvloop would drop the connection silently.
         """
         self.bytes_received += size_bytes
         try:
@@ -424,17 +427,17 @@ class Connection(ABC):
                 self.send = self._send_after_one_message
             else:
                 self._receive_several(messages, size_bytes)
-        except Exception as error:  # noqa: BLE001 - told to the receiver
+        except Exception as error:  # noqa: BLE001 - reported to the receiver
             self._failed(error)
         finally:
             if self._out:
                 self.flush()
 
     def _receive_several(self, messages: list[Message], size_bytes: int) -> None:
-        """Hand over what a read has brought, if not one message; what is sent in answer goes out together."""
+        """Handle a read of no message or of several, whose replies go out together."""
         if not messages:
             if not self._is_greeted:
-                self._greet(self, messages)  # meanwhile the receiver sends nothing at once: WELCOME goes first
+                self._greet(self, messages)  # its frames are not written at once: WELCOME goes first
             if self._is_greeted:
                 self.send = self._send_after_one_message
             return
@@ -448,7 +451,7 @@ class Connection(ABC):
             self.is_reading = False
 
     def _find_portion(self, size_bytes: int) -> None:
-        """How many frames go out at once until the next read of several messages, after one of that size."""
+        """Set how many frames go out at once until the next read of several messages, after one of this size."""
         if self._reads_until_look:
             self._reads_until_look -= 1
         else:
@@ -456,15 +459,15 @@ class Connection(ABC):
             self._is_peer_at_work = self.is_peer_elsewhere
             self._frames_a_write = _MOST_A_WRITE
         if self._is_peer_at_work:
-            # as if they had no body, which holds for those that there are most of
+            # as if frames had no body, which holds for the most frequent ones
             half = size_bytes // (2 * HEADER_BYTES)
             self._frames_a_write = half if _FEWEST_A_WRITE <= half < _MOST_A_WRITE else _MOST_A_WRITE
 
     def _greet(self, _: Connection, messages: list[Message]) -> None:
-        """Take what a read has brought before the handshake was known to be done, which it may be by now."""
+        """Handle a read while the handshake was not known to be done, which it may be by now."""
         if self.protocol.state in {State.OPEN, State.CLOSING}:
             self._greeted()
-        if messages and self.protocol.state is not State.CLOSED:  # else what still comes is for nobody
+        if messages and self.protocol.state is not State.CLOSED:  # else the rest is dropped
             self._messages_received(self, messages)
 
     def _greeted(self) -> None:
@@ -485,14 +488,14 @@ class Connection(ABC):
             self.abort(error)
             return
         self._error = self._error or error
-        self.flush()  # a refusal is worth a farewell
+        self.flush()  # the refusal goes out before the connection closes
         self._stop_sending(Phase.CLOSING)
         self._shut()
 
     # -- the end
 
     async def wait_opened(self) -> None:
-        """Return when the handshake is done; raises what made it fail."""
+        """Return when the handshake is done; raises the error that made it fail."""
         await self._handshake_ended.wait()
         if not self._is_greeted:
             raise self._error or ConnectionClosedError("the connection was closed in its handshake")
@@ -502,7 +505,7 @@ class Connection(ABC):
         await self._closed.wait()
 
     def start(self) -> None:
-        """Say what the protocol says first, and expect the handshake to end some day."""
+        """Send the protocol's first frames, and start the timeout of the handshake."""
         if greeting := self.protocol.take_output():
             self.send(greeting)
             self.flush()
@@ -510,7 +513,7 @@ class Connection(ABC):
             self._expect_handshake()
 
     def close(self, reason: str = "") -> None:
-        """Say goodbye, send what is still to be sent, and close when the other side does, or does nothing any more."""
+        """Send GOODBYE and all remaining output, and close when the peer does, or when no bytes move any more."""
         if self._phase is not Phase.SENDING or self.protocol.state is State.CLOSED:
             return
         if self.shared_memory is not None:
@@ -529,7 +532,7 @@ class Connection(ABC):
         self._linger(-1)
 
     def abort(self, error: Exception | None = None) -> None:
-        """Close now; what has not gone out is lost."""
+        """Close now; output that has not gone out is lost."""
         if self._phase is not Phase.ENDED:
             self._error = self._error or error
             self._stop_sending(Phase.ABORTED)
@@ -552,14 +555,14 @@ class Connection(ABC):
 
         def overdue() -> None:
             if self.loop.time() > due + seconds / 10:
-                self._expect_handshake()  # this loop was busy elsewhere: the peer may have said all there is to say
+                self._expect_handshake()  # this loop was busy elsewhere: the peer's handshake may wait to be read
             else:
                 self.abort(HandshakeError(f"{self.address} did not end its handshake within {seconds:g} s"))
 
         self._watch = self.loop.call_at(due, overdue)
 
     def _linger(self, moved_bytes: int) -> None:
-        """Wait for the end as long as bytes move."""
+        """Wait for the end as long as bytes move, then abort."""
         moved = self.bytes_received + self.bytes_sent - self.unsent_bytes
         if moved == moved_bytes:
             self.abort()
@@ -572,7 +575,7 @@ class Connection(ABC):
             self._watch = None
 
     def _ended(self, error: Exception | None) -> None:
-        """The kind of connection tells that it is over."""
+        """Finish the connection; each kind of connection calls this when its stream has ended."""
         if self._phase is Phase.ENDED:
             return
         is_on_purpose = self._phase is not Phase.SENDING or self.protocol.state is State.CLOSING
@@ -599,21 +602,21 @@ class Connection(ABC):
         return ConnectionClosedError(f"{self.address} closed the connection {when}")
 
     def redirect(self, messages_received: Callable[[Connection, list[Message]], None]) -> None:
-        """Let another take the messages from now on. What else happens the receiver still hears."""
+        """Pass all messages to another function from now on. The receiver still gets the other callbacks."""
         self._messages_received = messages_received
 
     def count_sent(self) -> int:
-        """Bytes sent until now, those of threads included, which `bytes_sent` and the others may not know of yet."""
+        """Return the bytes sent until now, also by threads, which `bytes_sent` and the other counters leave out."""
         return self.bytes_sent
 
     def count_delivered(self) -> int:
-        """Bytes of those sent that have arrived: over TCP on the peer's host, elsewhere in the peer's process."""
+        """Return how many of the sent bytes have arrived: over TCP on the peer's host, else in the peer's process."""
         return self.count_sent() - (
             self._unsent_bytes() + self._unacknowledged_bytes() if self._phase < Phase.ABORTED else 0
         )
 
     def statistics(self) -> dict[str, int]:
-        """Counters of this connection."""
+        """Return the counters of this connection."""
         return {
             "bytes_sent": self.count_sent(),
             "bytes_received": self.bytes_received,
@@ -625,16 +628,16 @@ class Connection(ABC):
 
 
 Accept = Callable[[], tuple[Protocol, Receiver]]
-"""Called for each connection that comes in: what it shall speak, and who shall hear of it."""
+"""Called for each incoming connection; returns its protocol and its receiver."""
 
 C = TypeVar("C", bound=Connection)
 
 
 class Listener(ABC):
-    """Something others can connect to."""
+    """An address that peers can connect to."""
 
     address: str
-    """Where to connect, with the port or path that was really taken."""
+    """The address to connect to, with the port or path that was really taken."""
 
     def __init__(self, accept: Accept, limits: ConnectionLimits | None = None) -> None:
         self._accept = accept
@@ -643,12 +646,12 @@ class Listener(ABC):
 
     @abstractmethod
     async def aclose(self) -> None:
-        """Accept no more, and end the connections that are not open yet. The open ones have owners of their own."""
+        """Stop accepting, and abort the connections that are not open yet. The open ones have owners of their own."""
 
     # -- for kinds of listeners
 
     def _track(self, connection: C) -> C:
-        """Remember a connection that came in."""
+        """Register an incoming connection."""
         self._accepted.add(connection)
         if self._limits is not None:
             connection.limits = self._limits
@@ -661,12 +664,12 @@ class Listener(ABC):
 
 
 class Transport(ABC):
-    """A way to reach others, named by the scheme of its addresses."""
+    """A way to reach peers, named by the scheme of its addresses."""
 
     @abstractmethod
     async def connect(self, address: str, protocol: Protocol, receiver: Receiver) -> Connection:
-        """A connection whose handshake has begun; `Connection.wait_opened` tells how it went."""
+        """Return a connection whose handshake has begun; `Connection.wait_opened` waits for its outcome."""
 
     @abstractmethod
     async def listen(self, address: str, accept: Accept) -> Listener:
-        """Listen there. An address may leave the choice of port or path to us."""
+        """Listen on an address, which may leave the choice of the port or path to the transport."""

@@ -1,8 +1,8 @@
-"""How many connections a worker accepts, and how long their handshakes may take.
+"""Limits on the number of connections that a worker accepts, and on the time of their handshakes.
 
-A stranger costs a socket, a few kilobytes and a timer. When there are too many strangers, the one that has taken
-longest is sent away: a member is done within a few round trips. So a flood keeps no member out, and costs no more than
-the limit.
+A *stranger*, an incoming connection whose handshake is not done, costs a socket, a few kilobytes and a timer. When
+there are too many strangers, the one that has taken longest is aborted: a member is done within a few round trips. So
+a flood keeps no member out, and costs no more than the limit.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 __all__ = ["HANDSHAKE_S", "ConnectionLimits"]
 
 HANDSHAKE_S: Final = 30.0
-"""A stranger who says nothing must not keep a socket for ever. A worker that connects waits less: connect_timeout."""
+"""A stranger that sends nothing must not keep a socket for ever. A worker that connects waits less: connect_timeout."""
 
 
 class ConnectionLimits:
-    """Counts the connections of all listeners of a worker."""
+    """Counts and limits the connections of all listeners of a worker."""
 
     def __init__(
         self, *, max_connections: int = 1 << 16, max_strangers: int = 1 << 10, handshake_s: float = HANDSHAKE_S
@@ -35,7 +35,7 @@ class ConnectionLimits:
         self.sent_away = 0
 
     def accepted(self, connection: Connection) -> None:
-        """A connection has come in; it, or another, may be sent away at once."""
+        """Count an incoming connection; it, or another one, may be aborted at once."""
         connection.handshake_s = self._handshake_s
         is_full = len(self._strangers) + len(self._members) >= self._max_connections
         if is_full and not self._strangers:
@@ -50,7 +50,7 @@ class ConnectionLimits:
             self._send_away(longest, "its handshake took longer than that of others, and there are too many of them")
 
     def opened(self, connection: Connection) -> None:
-        """It has proven itself."""
+        """Count a connection as a member's: its handshake is done."""
         if connection in self._strangers:
             del self._strangers[connection]
             self._members.add(connection)

@@ -4,12 +4,12 @@ A child that a handler forks, such as a worker process of a DataLoader, has a co
 While it lives, a connection does not end when the parent dies, and an address stays taken: peers would notice the death
 by the missing heartbeat only. So the child replaces these descriptors by ``/dev/null``, as soon as it is forked.
 
-It replaces them, and does not close them, for two reasons. Objects of the child that believe to own a descriptor may
-close it later, and the number must not belong to another file then. And nothing is said to the peer: neither a
-``shutdown`` of the socket, which would end the parent's connection, nor a goodbye.
+It replaces them, and does not close them, because objects of the child that own a descriptor may close it later, and
+the number must not belong to another file then. The peer does not notice anything: there is neither a ``shutdown`` of
+the socket, which would end the parent's connection, nor a GOODBYE.
 
-Programs that are started by ``exec`` need none of this: every descriptor here is closed by that. Nor do descriptors
-whose life nobody else waits for: timers, eventfds, and the file of shared memory, which a child may read tensors from.
+Programs that are started by ``exec`` need none of this: ``exec`` closes every descriptor here. Nor do descriptors whose
+end no peer waits for: timers, eventfds, and the file of shared memory, from which a child may read tensors.
 """
 
 from __future__ import annotations
@@ -24,31 +24,31 @@ from typing import Final
 __all__ = ["close_in_children", "close_port_in_children", "leave_port_to_children"]
 
 _ALL: Final = "/dev/fd"
-"""Lists the descriptors of this process, on Linux and on macOS."""
+"""The directory that lists the descriptors of this process, on Linux and on macOS."""
 
 _withheld: Final[dict[int, tuple[int, int]]] = {}
-"""The file behind each descriptor. An entry may outlive its descriptor: it is then about another file."""
+"""The file behind each descriptor. An entry may outlive its descriptor, whose number may then have another file."""
 _ports: Final[Counter[int]] = Counter()
 
 
 def close_in_children(descriptor: int) -> None:
-    """Do not let children have the socket, or file with an inode of its own, that a descriptor stands for now.
+    """Keep the socket, or file with an inode of its own, that a descriptor stands for now out of forked children.
 
-    There is nothing to take back when the descriptor is closed.
+    Nothing has to be undone when the descriptor is closed.
     """
     _withheld[descriptor] = _file_of(descriptor)
 
 
 def close_port_in_children(port: int) -> None:
-    """Do not let children have any socket that is bound to a TCP port: one that listens, and all that it accepted.
+    """Keep all sockets that are bound to a TCP port out of forked children: the listening one, and all it accepted.
 
-    For servers whose sockets are not to be had from Python. Takes a `leave_port_to_children` when the server ends.
+    For servers whose sockets Python code cannot get. Call `leave_port_to_children` when the server ends.
     """
     _ports[port] += 1
 
 
 def leave_port_to_children(port: int) -> None:
-    """A server has ended: another socket may have the port now."""
+    """Undo one `close_port_in_children`: its server has ended, and another socket may have the port now."""
     _ports[port] -= 1
     if _ports[port] <= 0:
         del _ports[port]
@@ -83,12 +83,12 @@ def _local_port(descriptor: int) -> int | None:
 def _candidates() -> Iterator[int]:
     yield from list(_withheld)
     if _ports:
-        with contextlib.suppress(OSError):  # there is no such list: what was not named stays open
+        with contextlib.suppress(OSError):  # there is no such list: descriptors that were not registered stay open
             yield from [int(name) for name in os.listdir(_ALL) if name.isdecimal()]  # noqa: PTH208 - names suffice
 
 
 def _forked() -> None:
-    """In the child: let go of what is the parent's."""
+    """Replace the parent's descriptors, in a child that was just forked."""
     try:
         nothing = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     except OSError:

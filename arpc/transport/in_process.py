@@ -1,7 +1,7 @@
-"""Workers of one process: the same frames through the same protocol, with no socket between them.
+"""Connections between workers of one process: the frames and the protocol of a socket connection, without a socket.
 
-An address is ``memory://name`` in a `MemoryNetwork`. Bytes are copied on their way, as a socket would: a callee must
-not see the caller's memory change.
+An address is ``memory://name`` in a `MemoryNetwork`. Bytes are copied on their way, as by a socket: a callee must not
+see the caller's memory change.
 """
 
 from __future__ import annotations
@@ -25,30 +25,30 @@ _DELIVER_BYTES: Final = 1 << 20
 
 
 class MemoryConnection(Connection):
-    """One end of a pair. What is written arrives at the other end in a later turn of the loop."""
+    """One end of a pair. Bytes written here arrive at the other end in a later turn of the loop."""
 
     far: MemoryConnection | None = None
-    """The other end, until this one is over."""
+    """The other end; None before `join`, and once this end has ended."""
     _write: Callable[[bytes | memoryview], None]
 
     def __init__(self, protocol: Protocol, receiver: Receiver, name: str) -> None:
         super().__init__(protocol, receiver)
         self.address = f"memory://{name}"
         self._parts: deque[bytes | memoryview] = deque()
-        """What the other end has written and this one has not read yet."""
+        """The bytes that the other end has written and this end has not read yet."""
         self.unread_bytes = 0
         self._delivery: asyncio.Handle | None = None
         self._has_eof = False
 
     def join(self, far: MemoryConnection) -> None:
-        """Write to another connection, which does the same to this one."""
+        """Write to another connection from now on, which must join this one too."""
         self.far = far
         self._write = far.arrived
 
     # -- called by the other end
 
     def arrived(self, data: bytes | memoryview) -> None:
-        """The other end has written something."""
+        """Take bytes that the other end has written."""
         far = self.far
         if far is None:
             return
@@ -59,7 +59,7 @@ class MemoryConnection(Connection):
         self._schedule()
 
     def eof_received(self, *, is_aborted: bool = False) -> None:
-        """The other end writes no more. If it was aborted, what it has written is lost."""
+        """Handle the end of the other end's output. If it was aborted, the bytes that were not read yet are lost."""
         self._has_eof = True
         if is_aborted:
             self._forget_input()
@@ -114,7 +114,7 @@ class MemoryConnection(Connection):
         self.loop.call_soon(self._end)
 
     def _end(self) -> None:
-        """This end is over. The other one is, too, once it has read what was written before."""
+        """End this end. The other one ends too, once it has read all that was written before."""
         far, self.far = self.far, None
         if far is None:
             return
@@ -130,7 +130,7 @@ class MemoryConnection(Connection):
 def connect_pair(
     connector: tuple[Protocol, Receiver], acceptor: tuple[Protocol, Receiver], name: str = "pair"
 ) -> tuple[MemoryConnection, MemoryConnection]:
-    """Two connected ends whose handshake has begun."""
+    """Return two connected ends whose handshake has begun."""
     near, far = MemoryConnection(*connector, name), MemoryConnection(*acceptor, name)
     near.join(far)
     far.join(near)
@@ -158,7 +158,7 @@ class _MemoryListener(Listener):
 
 
 class MemoryNetwork(Transport):
-    """The workers that can reach each other in this process."""
+    """The transport between those workers of this process that share this object."""
 
     def __init__(self) -> None:
         self._listeners: dict[str, _MemoryListener] = {}

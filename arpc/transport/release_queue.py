@@ -16,7 +16,7 @@ _getpid = os.getpid
 
 
 class Lease:
-    """Owns an item. Its end, in whatever thread that happens, releases the item."""
+    """Owns an item, and releases it when this object dies, in whatever thread that happens."""
 
     __slots__ = ("_item", "_queue")
 
@@ -29,7 +29,7 @@ class Lease:
 
 
 class ReleaseQueue(Generic[T]):
-    """Collects released items, and has ``notify`` called on the loop, once for all that are there then."""
+    """Collects released items, and calls ``notify`` on the loop, once for all items that are there by then."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, notify: Callable[[], None]) -> None:
         self._is_notified = False
@@ -40,7 +40,7 @@ class ReleaseQueue(Generic[T]):
         self._is_closed = False
 
     def release(self, item: T) -> None:
-        # Runs in any thread, in the middle of anything, in a garbage collection: it must take no lock
+        # Runs in any thread and at any point, even in a garbage collection: it must take no lock
         if self._is_closed:
             return
         self._released.append(item)
@@ -50,22 +50,22 @@ class ReleaseQueue(Generic[T]):
                 self._loop.call_soon_threadsafe(self._notify)
 
     def notify_soon(self) -> None:
-        """Have ``notify`` called in the next turn of the loop, whatever is released until then. Called on the loop."""
+        """Call ``notify`` in the next turn of the loop, even if nothing is released until then. For the loop only."""
         if not self._is_notified:
             self._is_notified = True
             self._loop.call_soon(self._notify)
 
     def take(self) -> list[T]:
-        """What has been released since the last time."""
-        self._is_notified = False  # first: what is released from now on is notified anew
+        """Return the items that were released since the last call."""
+        self._is_notified = False  # first: items that are released from now on need a new notification
         if self._is_closed:
-            self._released.clear()  # of a thread that was about to release when this was closed
+            self._released.clear()  # from a thread that was about to release an item when this was closed
         items: list[T] = []
         while self._released:
             items.append(self._released.popleft())
         return items
 
     def close(self) -> None:
-        """Drop what is released, now and from now on."""
+        """Drop the released items, now and from now on."""
         self._is_closed = True
         self._released.clear()

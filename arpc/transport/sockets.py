@@ -33,22 +33,22 @@ from arpc.wire.protocol import Protocol
 
 __all__ = ["NO_RESOURCES", "Resources", "StreamConnection", "TcpTransport", "UnixTransport", "connect_socket"]
 
-# Measured: what waits in the socket is what a small frame waits for, and more of it makes large ones no faster
+# Measured: a small frame waits for all bytes in the socket, and a larger buffer makes large tensors no faster
 _SOCKET_BUFFER: Final = 1 << 17
 _MAX_UNIX_PATH: Final = 100
-# A whole group may call at the same moment, and a unix socket whose backlog is full refuses at once
+# A whole group may connect at the same moment, and a unix socket whose backlog is full refuses at once
 _BACKLOG: Final = 2048
 _PEER_CREDENTIALS: Final = struct.Struct("iII")
 _INT: Final = struct.Struct("i")
 
 
 class Resources(NamedTuple):
-    """What the socket connections of one worker have in common."""
+    """The objects that all socket connections of one worker share."""
 
     memory: BufferPool | None = None
-    """Large tensors are read into it."""
+    """The pool of memory that large tensors are read into."""
     arena: Arena | None = None
-    """Large tensors go through it, between processes of one host that are connected by a unix socket."""
+    """The shared memory for large tensors, between processes of one host that are connected by a unix socket."""
     limits: ConnectionLimits | None = None
     busy_poll: BusyPoll | None = None
 
@@ -74,26 +74,26 @@ class StreamConnection(Connection, asyncio.BufferedProtocol):
         self._is_made = False
         self._has_eof = False
 
-    # -- called by asyncio, which does not look up the first two again after `set_protocol` if it is uvloop's
+    # -- called by asyncio; uvloop looks up the first two in `set_protocol`, and not again
 
     @property
     def get_buffer(self) -> Callable[[int], memoryview]:
-        """Given any number, returns where the next bytes go."""
+        """The function that returns the buffer for the next bytes, whatever size it is called with."""
         return self.protocol.get_buffer
 
     @property
     def buffer_updated(self) -> Callable[[int], None]:
-        """Called with the number of bytes that were read. Never raises: uvloop would drop the connection silently."""
+        """The function for bytes that were read, called with their number. Never raises, see `Connection._received`."""
         return self._received if self._active_poll is None else self._received_while_polled
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        # uvloop's transports are of no common class, only of the same shape
+        # uvloop's transports have the same methods, but no common base class
         self._transport = transport = cast("asyncio.Transport", transport)
         self._is_made = True
         if self._phase is Phase.ABORTED:
             transport.abort()
             return
-        # Writes are gathered before they come here: uvloop shall pass them on at once, and tell when it cannot
+        # Writes are gathered before they come here: uvloop must pass them on at once, or call `pause_writing`
         transport.set_write_buffer_limits(high=0)
         sock = self._socket = transport.get_extra_info("socket")
         close_in_children(sock.fileno())
@@ -110,7 +110,7 @@ class StreamConnection(Connection, asyncio.BufferedProtocol):
         self._begin(transport)
 
     def _begin(self, transport: asyncio.Transport) -> None:
-        """There is somebody at the other end."""
+        """Start on a transport that is connected."""
         self._write = transport.write
         self._write_pieces = partial(write_pieces, transport)
         self.start()
@@ -122,7 +122,7 @@ class StreamConnection(Connection, asyncio.BufferedProtocol):
 
     def eof_received(self) -> bool:
         self._has_eof = True
-        # Our half closes too, once what was sent before `close` is out
+        # Our half closes too, once all output from before `close` is out
         return self._phase is Phase.CLOSING and bool(self.bulk)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -170,7 +170,7 @@ class StreamConnection(Connection, asyncio.BufferedProtocol):
 
     def close(self, reason: str = "") -> None:
         if self._write_lock is not None:
-            self._write_lock.shut()  # nothing comes after a goodbye
+            self._write_lock.shut()  # nothing may be sent after GOODBYE
             self._write_lock.write_rest()
         super().close(reason)
 
@@ -198,7 +198,7 @@ class StreamConnection(Connection, asyncio.BufferedProtocol):
         try:
             (queued_bytes,) = _INT.unpack(ioctl(self._socket.fileno(), TIOCOUTQ, bytes(_INT.size)))
         except (OSError, ValueError):
-            return 0  # a system that does not tell, or a socket that was closed just now
+            return 0  # a system without this request, or a socket that was closed just now
         return int(queued_bytes)
 
     def _shut(self) -> None:
@@ -212,12 +212,12 @@ class StreamConnection(Connection, asyncio.BufferedProtocol):
 
     def _abort(self) -> None:
         if self._is_made:
-            # Not at once: asyncio's own does not bear it in the middle of `resume_writing`
+            # Not at once: asyncio's own transport must not be aborted in the middle of `resume_writing`
             self.loop.call_soon(self._transport.abort)
 
 
 def _duplicate(sock: socket.socket) -> socket.socket:
-    """Another descriptor of the same socket. What a loop offers may only look like a socket."""
+    """Return a real socket with a new descriptor of the same one. The loop's object may only look like a socket."""
     descriptor = os.dup(sock.fileno())
     try:
         duplicate = socket.socket(sock.family, sock.type, sock.proto, fileno=descriptor)
@@ -225,7 +225,7 @@ def _duplicate(sock: socket.socket) -> socket.socket:
         os.close(descriptor)
         raise
     close_in_children(descriptor)
-    duplicate.setblocking(False)  # as it is already, whatever timeout new ones may have
+    duplicate.setblocking(False)  # as the original is, whatever default timeout new sockets have
     return duplicate
 
 
@@ -246,17 +246,17 @@ def _tune(sock: socket.socket) -> None:
 
 
 def _process_at(sock: socket.socket, address: str) -> int | None:
-    """The process at the other end of a unix socket, the one which listened or connected, if that is known.
+    """Return the id of the process that listened or connected at the other end of a unix socket; None if unknown.
 
-    Raises `HandshakeError` if it is neither of this user nor of root: a unix socket may go without a secret because of
-    this. Where the system does not tell, the 0700 directory stands guard alone.
+    Raises `HandshakeError` if it belongs neither to this user nor to root: because of this check, a unix socket needs
+    no secret. Where the system does not report the user, only the 0700 directory protects the socket.
     """
     if sock.family != socket.AF_UNIX or not hasattr(socket, "SO_PEERCRED"):
         return None
     try:
         process, uid = _credentials(sock)
     except OSError:
-        process, uid = 0, -1  # a peer that cannot be asked is not trusted
+        process, uid = 0, -1  # a peer whose credentials cannot be read is not trusted
     if uid not in {os.getuid(), 0}:
         raise HandshakeError(f"a process of another user ({uid}) is at the other end of {address}")
     return process or None
@@ -286,7 +286,7 @@ class _StreamListener(Listener):
         for sock in cast("asyncio.Server", server).sockets:
             close_in_children(sock.fileno())
         if path is not None:
-            # also when the process ends and nobody has closed it
+            # also when the process ends and the listener was not closed
             self._remove = weakref.finalize(self, _remove_socket, path, os.getpid())
         return self
 
@@ -299,7 +299,7 @@ class _StreamListener(Listener):
 
 
 def _remove_socket(path: str, process_id: int) -> None:
-    if os.getpid() == process_id:  # a fork has the object too, but not the socket
+    if os.getpid() == process_id:  # a forked child has the object too, but does not own the socket
         with contextlib.suppress(OSError):
             Path(path).unlink()
 
@@ -309,7 +309,7 @@ class _StreamTransport(Transport):
         self.resources = resources
 
     def make(self, protocol: Protocol, receiver: Receiver, *, is_accepted: bool = False) -> StreamConnection:
-        """A connection that is about to be made, by this side or by the other."""
+        """Return a new connection, which is about to be made by this side, or was accepted."""
         return StreamConnection(protocol, receiver, self.resources)
 
 
@@ -332,7 +332,7 @@ class TcpTransport(_StreamTransport):
 
 
 class UnixTransport(_StreamTransport):
-    """``unix:///path``; ``unix://`` alone lets us choose a path in a directory only this user can enter."""
+    """``unix:///path``; ``unix://`` alone chooses a path in a directory that only this user can enter."""
 
     async def connect(self, address: str, protocol: Protocol, receiver: Receiver) -> Connection:
         path = split_unix(address)
@@ -358,7 +358,7 @@ class UnixTransport(_StreamTransport):
 
 
 async def connect_socket(address: str) -> socket.socket:
-    """A connected socket that does not block, for whoever moves the bytes himself. Raises as `Transport.connect`."""
+    """Return a connected non-blocking socket, for callers that move bytes themselves. Raises as `Transport.connect`."""
     loop = asyncio.get_running_loop()
     targets: list[tuple[int, Any]]
     if address.startswith("unix://"):
@@ -387,7 +387,7 @@ async def connect_socket(address: str) -> socket.socket:
 
 
 def _bind_unix(path: str) -> socket.socket:
-    """A socket at that path which only this user can connect to. One that a dead process left there makes way."""
+    """Bind a socket that only this user can connect to; one that a dead process left is replaced. Raises `OSError`."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     close_in_children(sock.fileno())
     try:
@@ -398,7 +398,7 @@ def _bind_unix(path: str) -> socket.socket:
                 raise OSError(error.errno, f"cannot listen on unix://{path}: {error.strerror}") from error
             Path(path).unlink(missing_ok=True)
             sock.bind(path)
-        Path(path).chmod(0o600)  # before anybody can connect, which listening is needed for
+        Path(path).chmod(0o600)  # before any peer can connect: the socket does not listen yet
         sock.setblocking(False)
     except BaseException:
         sock.close()
@@ -407,7 +407,7 @@ def _bind_unix(path: str) -> socket.socket:
 
 
 def _is_abandoned(path: str) -> bool:
-    """Whether there is a socket at that path and nobody listens on it. Asyncio would take it away from one who does."""
+    """Whether a path is a socket that no process listens on. Asyncio would also remove one that is in use."""
     if not stat.S_ISSOCK(Path(path).lstat().st_mode):
         return False
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
@@ -416,7 +416,7 @@ def _is_abandoned(path: str) -> bool:
 
 
 def split_unix(address: str) -> str:
-    """The path of ``unix:///path``."""
+    """Return the path of ``unix:///path``. Raises `ConfigurationError` for other addresses."""
     scheme, _, path = address.partition("://")
     if scheme != "unix" or not path.startswith("/") or "\0" in path:
         raise ConfigurationError(f"{address!r} is not an address like unix:///path")
@@ -426,7 +426,7 @@ def split_unix(address: str) -> str:
 
 
 def split_tcp(address: str) -> tuple[str, int]:
-    """Host and port of ``tcp://host:port``."""
+    """Return the host and port of ``tcp://host:port``. Raises `ConfigurationError` for other addresses."""
     parts = urlsplit(address)
     try:
         port = parts.port
@@ -438,27 +438,27 @@ def split_tcp(address: str) -> tuple[str, int]:
 
 
 def tcp_address(host: str, port: int) -> str:
-    """The address that `split_tcp` takes apart."""
+    """Return ``tcp://host:port``, which `split_tcp` takes apart."""
     return f"tcp://[{host}]:{port}" if ":" in host else f"tcp://{host}:{port}"
 
 
 def is_loopback(host: str) -> bool:
-    """Whether a host, as an address or a name, is this one and cannot be reached from another."""
+    """Whether a host, as an address or a name, is this machine, and cannot be reached from another one."""
     if host == "localhost":
         return True
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
-        return False  # a name could mean anything
+        return False  # a name could stand for any host
 
 
 def _tidied(directory: Path) -> Path:
-    """A directory, without the sockets of processes that were killed before they could remove them."""
+    """Remove the sockets that killed processes have left in a directory, and return the directory."""
     for path in directory.glob("*.sock"):
         pid = path.name.partition("-")[0]
         if not pid.isdecimal() or is_running(int(pid)):
             continue
-        # It may run in another PID namespace: only a socket nobody listens on is dead for sure
+        # The process may run in another PID namespace: only a socket without a listener is dead for sure
         with contextlib.suppress(OSError):
             if _is_abandoned(str(path)):
                 path.unlink(missing_ok=True)
@@ -466,7 +466,7 @@ def _tidied(directory: Path) -> Path:
 
 
 def is_running(pid: int) -> bool:
-    """Whether there is such a process, of any user."""
+    """Whether there is a process with this id, of any user."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -477,10 +477,10 @@ def is_running(pid: int) -> bool:
 
 
 def socket_directory() -> Path:
-    """Where this user's sockets are. Raises `WireError` if someone else could have made it."""
+    """Return the directory of this user's sockets. Raises `WireError` if another user could have made it."""
     base = os.environ.get("XDG_RUNTIME_DIR", "")
     if not os.access(base, os.W_OK | os.X_OK):
-        base = tempfile.gettempdir()  # in containers and under sudo the variable often names what is not there
+        base = tempfile.gettempdir()  # in containers and under sudo the variable often names no directory
     if len(base) > _MAX_UNIX_PATH - 40:
         base = "/tmp"  # noqa: S108 - paths of sockets must be short; the directory below is checked
     path = Path(base) / f"arpc-{os.getuid()}"

@@ -1,9 +1,9 @@
-"""Further connections to the same peer, which carry large tensors in stripes and nothing else.
+"""*Lanes*: additional connections to a peer, which carry large tensors in stripes and nothing else.
 
 Over a network with some latency one TCP connection does not fill the wire, and every small message on it waits for a
-chunk of a large one. With lanes, large tensors leave the main connection alone. A chunk goes to whichever lane takes
-it, and says where it belongs (`wire.striping`). A lane that is lost takes the main connection with it: what was on it
-is gone, and nobody would notice.
+chunk of a large one. With lanes, large tensors do not use the main connection. A chunk goes to any lane that takes it,
+and its header says where it belongs (`wire.striping`). If a lane is lost, the main connection is aborted: the chunks in
+flight on the lane are lost, and neither side would notice.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from arpc.wire.protocol import State
 __all__ = ["Lanes"]
 
 _DATA: Final = int(MessageType.DATA)
-# Smaller ones are out before a second connection would be of any help
+# Smaller messages have gone out before a second connection would be of any help
 _FROM_BYTES: Final = 2 * CHUNK_BYTES
 
 
@@ -38,7 +38,7 @@ class Lanes:
         return list(self._lanes)
 
     def attach(self, lane: Connection) -> None:
-        """Use a connection that has been opened."""
+        """Add an open connection as a lane. Its messages still go to its first receiver, with the main one's owner."""
         self._lanes.append(lane)
         lane.receiver = self
         lane.owner = self._main.owner
@@ -50,22 +50,22 @@ class Lanes:
         return bool(self._main.bulk.striped) and all(lane.is_congested for lane in self._lanes)
 
     def take(self, bulk: BulkSend) -> bool:
-        """Send a message's large tensors, whose frame has been sent; False if it is not worth it."""
+        """Send the large tensors of a message whose frame has been sent; returns False if lanes are not worth it."""
         if not self._lanes or bulk.size_bytes < _FROM_BYTES:
             return False
         self._main.bulk.append(bulk, is_striped=True)
-        # not before the frame, and what else there is of this turn, has been written
+        # not before the frame, and the other frames of this turn, have been written
         self._main.loop.call_soon(self.pump)
         return True
 
     def pump(self) -> None:
-        """Write chunks of the messages under way, in turns, to the lanes that take them."""
+        """Write chunks of the striped messages, in turns, to the lanes that take them."""
         striped = self._main.bulk.striped
         if self._is_pumping or not striped or self._main.protocol.state is State.CLOSED:
-            return  # a lane was drained while it was written to, or all is over
+            return  # a lane was drained while it was written to, or all is sent, or the connection has ended
         self._is_pumping = True
         try:
-            # While frames of the main connection wait, chunks would overtake them, and the peer would have to keep them
+            # While frames of the main connection wait, chunks would overtake them, and fill the peer's buffers
             for _ in self.connections:
                 if not striped or self._main.is_full or (lane := self._free_lane()) is None:
                     break
@@ -73,7 +73,7 @@ class Lanes:
         finally:
             self._is_pumping = False
         if striped and not self.is_full:
-            # one for each in a turn: the kernel may take many of them, and what is small is not to wait for all
+            # one for each lane in a turn: the kernel may take many of them, and small messages must not wait for all
             self._main.loop.call_soon(self.pump)
         if self._main.is_congested != self.is_full:
             self._main.look_for_room()
@@ -96,13 +96,13 @@ class Lanes:
         header = pack_header(chunk.nbytes, _DATA, 0, 0, number, index, position // CHUNK_BYTES, 0, 0)
         lane.write_chunk(header, chunk)
 
-    # -- told by the lanes
+    # -- callbacks of the lanes
 
     def connection_opened(self, connection: Connection) -> None:
-        """They are open before they come here."""
+        """Do nothing: lanes are open before they are attached."""
 
     def messages_received(self, connection: Connection, messages: list[Message]) -> None:
-        """A lane passes on what it puts together by itself, see `attach`."""
+        """Do nothing: a lane passes the messages that it completes to its first receiver, see `attach`."""
 
     def output_drained(self, connection: Connection) -> None:
         self.pump()
@@ -117,7 +117,7 @@ class Lanes:
     # -- the end
 
     def close(self, *, on_purpose: bool) -> None:
-        """The main connection has ended."""
+        """Close all lanes: the main connection has ended."""
         lanes, self._lanes = self._lanes, []
         for lane in lanes:
             if on_purpose:
@@ -126,7 +126,7 @@ class Lanes:
                 lane.abort(ConnectionClosedError("the connection that it belongs to has ended"))
 
     def statistics(self) -> dict[str, int]:
-        """Counters, of all lanes together."""
+        """Return the counters of all lanes together."""
         return {
             "lanes": len(self._lanes),
             "lane_bytes_sent": sum(lane.bytes_sent for lane in self._lanes),

@@ -1,9 +1,9 @@
-"""Timers of a worker that are always set, and cost nothing until they ring.
+"""Timers that a worker always has pending, and that cost nothing until they expire.
 
-A loop that has a timer tells the kernel at every wait how long that may last. The kernel sets up a timer of its own and
-removes it again, each time: of a small call between two workers on one CPU that is a twentieth. What is far away and
-never absent, the next deadline and the next look at the peers, is kept here instead. The kernel is told of the
-earliest of them, once, and wakes the loop as if a message had come.
+A loop with a pending timer passes a timeout to the kernel at every wait. The kernel sets up a timer of its own and
+removes it again, each time: that is a twentieth of a small call between two workers on one CPU. Timers that are always
+pending and far away, the next deadline and the next check of the peers, are kept here instead. The earliest of them is
+set in the kernel once, as a timerfd, which wakes the loop as if a message had come.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ __all__ = ["Alarm", "Alarms", "CallAt", "alarms_of"]
 _CLOCK_MONOTONIC: Final = 1
 _ABSOLUTE: Final = 1
 _LONG_BYTES: Final = 8
-# uvloop's clock counts whole milliseconds: what rings a little late is due by that clock, too
+# uvloop's clock counts whole milliseconds: a timer that expires a little late is due by that clock, too
 _GRAIN_S: Final = 0.001
 _LATEST_S: Final = 1e9
-"""A time that never comes. Later ones may be too late for the kernel, which refuses what it has no number for."""
+"""A time that is never reached. The kernel refuses times that it cannot represent, and later ones may be such."""
 
 
 class Alarm(Protocol):
-    """Something that will be called, as an `asyncio.TimerHandle` is."""
+    """A scheduled callback that can be cancelled, like an `asyncio.TimerHandle`."""
 
     def cancel(self) -> None: ...
 
 
 CallAt = Callable[[float, Callable[[], None]], Alarm]
-"""Calls a function at a time of the loop's clock."""
+"""Schedules a function for a time of the loop's clock."""
 
 
 class _Alarm:
@@ -49,7 +49,7 @@ class _Alarm:
         waiting.append(self)
 
     def cancel(self) -> None:
-        # the clock stays as it is: it rings for nobody then, and is set for the next
+        # the timerfd stays set: it then expires without a callback, and is set for the next timer
         with suppress(ValueError):  # it has rung
             self._waiting.remove(self)
 
@@ -60,7 +60,7 @@ class _Alarm:
 
 
 class Alarms:
-    """A few timers, in the place of a loop's own. Raises `OSError` where the system has nothing to make them of."""
+    """A few timers in place of the loop's own. Raises `OSError` where the system cannot create a timerfd."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -82,7 +82,7 @@ class Alarms:
         return alarm
 
     def close(self) -> None:
-        """None of them will ring."""
+        """Cancel all timers."""
         self._waiting.clear()
         if self._close_fd.alive:
             if not self._loop.is_closed():
@@ -94,13 +94,13 @@ class Alarms:
             return
         self._set_for = when
         seconds, rest_s = divmod(min(max(when, 0.0), _LATEST_S) + _GRAIN_S, 1)
-        # no interval, and the time
+        # no interval, then the time
         times = (ctypes.c_long * 4)(0, 0, int(seconds), int(rest_s * 1e9))
         if self._libc.timerfd_settime(self._fd, _ABSOLUTE, times, None):
             raise OSError(ctypes.get_errno(), "timerfd_settime failed")
 
     def _rang(self) -> None:
-        with suppress(BlockingIOError):  # it has been set anew meanwhile
+        with suppress(BlockingIOError):  # the timer was set again meanwhile
             os.read(self._fd, 8)
         now = self._loop.time()
         self._set_for = float("inf")
@@ -108,14 +108,14 @@ class Alarms:
             if alarm.when > now:
                 self._set(alarm.when)
                 break
-            # After what has come in the same moment: an answer that is here is not too late
+            # After the messages that came at the same moment: a reply that has arrived is not too late
             self._loop.call_soon(alarm.ring)
 
 
 def alarms_of(loop: asyncio.AbstractEventLoop) -> Alarms | None:
-    """Timers for this loop; None if they must be its own.
+    """Return timers for this loop; None if the loop's own must be used.
 
-    That is so but for uvloop on Linux: other loops may have another clock, and cannot be waited for in this way.
+    Only uvloop on Linux has them: other loops may have another clock, and cannot be waited for in this way.
     """
     is_uvloop = type(loop).__module__.partition(".")[0] == "uvloop"
     if sys.platform != "linux" or not is_uvloop or ctypes.sizeof(ctypes.c_long) != _LONG_BYTES:

@@ -1,9 +1,10 @@
-"""TLS over a connection of the operating system.
+"""TLS over a TCP connection of the operating system.
 
-Not by the TLS of asyncio: here the two handshakes, that of TLS and ours, are one to whoever counts strangers and their
-time; each connection takes the certificates of the day; and large tensors are decrypted right into their memory. What
-asyncio offers beyond that is not needed: a connection ends with a GOODBYE, which is as authentic as all the rest, so
-that its end cannot be forged even though nobody says so in the words of TLS.
+This does not use asyncio's TLS, for three reasons. The limits on strangers and on their time (`connection_limits`)
+cover the TLS handshake and that of arpc together; each connection uses the certificates that are current when it is
+made; and large tensors are decrypted right into their memory. Nothing else that asyncio offers is needed: a connection
+ends with a GOODBYE, which is authenticated like all messages, so its end cannot be forged although TLS itself does not
+announce it.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _WRITE_BYTES: Final = 1 << 20
 
 
 class SecureConnection(StreamConnection):
-    """A connection whose bytes are those of TLS."""
+    """A connection whose bytes are encrypted by TLS."""
 
     def __init__(
         self,
@@ -55,18 +56,18 @@ class SecureConnection(StreamConnection):
         return self._ciphertext
 
     def _begin(self, transport: asyncio.Transport) -> None:
-        # the time of both handshakes counts from here
+        # the timeout of both handshakes counts from here
         self._expect_handshake()
         self._advance()
 
     def _received(self, size_bytes: int) -> None:
-        """Ciphertext was put where `get_buffer` said."""
+        """Process ciphertext that was read into the buffer of `get_buffer`."""
         self._incoming.write(self._ciphertext[:size_bytes])
         if self._is_secure or self._advance():
             self._decrypt()
 
     def _advance(self) -> bool:
-        """Take the handshake of TLS a step further; whether it is done."""
+        """Advance the TLS handshake by one step; returns whether it is done."""
         if self._phase is not Phase.SENDING:
             return False
         try:
@@ -97,7 +98,7 @@ class SecureConnection(StreamConnection):
                 self._fail(error)
                 return
             if not size_bytes:
-                return  # the end in the words of TLS; what counts is that the socket closes
+                return  # the end of the TLS stream; only the end of the socket counts
             super()._received(size_bytes)
 
     def _fail(self, error: ssl.SSLError) -> None:
@@ -105,19 +106,19 @@ class SecureConnection(StreamConnection):
             self.abort(error)
             return
         self._error = self._error or _explained(self.address, error)
-        self._send_ciphertext()  # the alert, which tells the other side
+        self._send_ciphertext()  # the TLS alert, which notifies the peer
         self._stop_sending(Phase.CLOSING)
         self.protocol.close()
         self._shut()
 
     def share_writing(self) -> None:
-        """Threads cannot: what is written is encrypted in one order."""
+        """Return None: threads cannot write, since all bytes are encrypted in one order."""
 
     def resume_writing(self) -> None:
         if self._is_secure:
             super().resume_writing()
         else:
-            self.is_full = self.is_congested = False  # what is to be sent waits for the end of the handshake of TLS
+            self.is_full = self.is_congested = False  # output waits for the end of the TLS handshake
 
     # -- called by Connection
 
@@ -144,7 +145,7 @@ class SecureConnection(StreamConnection):
 
 
 class TlsTransport(TcpTransport):
-    """``tcp://host:port`` where all that is said there is said in TLS, by both sides with a certificate."""
+    """``tcp://host:port`` with mutual TLS: all bytes are encrypted, and both sides present a certificate."""
 
     def __init__(self, tls: TLS, resources: Resources = NO_RESOURCES) -> None:
         super().__init__(resources)

@@ -1,12 +1,12 @@
 """One socket, written by the loop and by threads.
 
-The transport of a loop is for that loop alone. But a thread that has an answer need not wake the loop to get it sent:
-the system takes bytes from any thread. A lock keeps one from writing in the middle of what another writes. The loop
-waits for it, which takes as long as a system call that does not block. A thread that has it may send only if the
-transport holds nothing back. Bytes that the system did not take then are the *rest*: the loop writes them before
-anything else, and until then no thread sends.
+Only the loop may use its transport. But a thread that has a reply need not wake the loop to send it: the system takes
+bytes from any thread. A lock keeps one writer from writing into the middle of what another writes. The loop
+waits for the lock as long as a non-blocking system call takes. A thread that has it may send only if the transport
+buffers nothing. Bytes that the system does not take then are the *rest*: the loop writes them before anything else, and
+until then no thread sends.
 
-A connection has a lock from when a thread first wants to send on it. Before, it costs nothing.
+A connection gets its lock when a thread first wants to send on it. Until then, it costs nothing.
 """
 
 from __future__ import annotations
@@ -25,30 +25,29 @@ if TYPE_CHECKING:
 __all__ = ["WriteLock", "write_pieces"]
 
 _FOR_NOW: Final = frozenset((errno.ENOBUFS, errno.ENOMEM))
-"""The system has no memory, which does not end a connection."""
+"""Errors of a system that has no memory at the moment, which do not end a connection."""
 
 
 def write_pieces(transport: asyncio.Transport, pieces: Iterable[bytes | memoryview]) -> None:
-    """``transport.writelines``, after which it has told if it holds anything back."""
+    """Call ``transport.writelines``, and ensure that ``pause_writing`` was called if the transport buffers anything."""
     transport.writelines(pieces)
     if transport.get_write_buffer_size():
-        # That of asyncio does not tell before 3.12.9 and 3.13.2 (CVE-2024-12254), but looks whether it should have when
-        # it is given limits
+        # Before 3.12.9 and 3.13.2, asyncio's own does not call it (CVE-2024-12254), but setting the limits makes it
+        # check whether it should have
         transport.set_write_buffer_limits(high=0)
 
 
 class WriteLock:
-    """Stands in front of a transport: the loop writes through it.
+    """Stands in front of a transport: the loop and threads write through it.
 
-    ``sock`` is another descriptor of the transport's socket. It is closed by `end`, which must be called before the
-    transport closes its own: until then the peer would not see the end.
+    ``sock`` is another descriptor of the transport's socket. `end` closes it, and must be called before the transport
+    closes its own: while one of them is open, the peer does not see the end.
     """
 
     def __init__(self, transport: asyncio.Transport, sock: socket.socket, connection: Connection) -> None:
-        # A lock that its holder may take again: whatever a transport calls back in the middle of a write, the loop
-        # must not wait for itself
+        # Reentrant: whatever a transport calls back in the middle of a write, the loop must not deadlock
         self.lock = RLock()
-        # What threads have sent, beside what the loop counts
+        # Sent by threads, in addition to what the connection counts
         self.frames_sent = self.bytes_sent = self.writes = 0
         self._transport = transport
         self._socket = sock
@@ -60,9 +59,9 @@ class WriteLock:
     # -- for threads
 
     def send(self, frames: list[bytes]) -> bool:
-        """Send whole frames; False if they have to wait, or are too late: then none of them was sent.
+        """Send whole frames; returns False, with none sent, if they have to wait or the connection is closed.
 
-        What the system does not take at once, the loop writes soon.
+        Bytes that the system does not take at once are written by the loop soon.
         """
         data = b"".join(frames)
         size_bytes = len(data)
@@ -78,7 +77,7 @@ class WriteLock:
                 sent = 0
             except OSError as error:
                 if error.errno not in _FOR_NOW:
-                    return True  # the connection is lost, and the loop is about to hear of it
+                    return True  # the connection is lost, and the loop is about to notice
                 sent = 0
             if sent < size_bytes:
                 self._rest = data[sent:]
@@ -110,12 +109,12 @@ class WriteLock:
         return self._transport.get_write_buffer_size() + len(self._rest)
 
     def shut(self) -> None:
-        """No thread may send any more."""
+        """Stop all sending by threads."""
         with self.lock:
             self._is_over = True
 
     def end(self) -> None:
-        """The connection has ended."""
+        """Drop the rest and close ``sock``: the connection has ended."""
         with self.lock:
             self._is_over = True
             self._rest = b""

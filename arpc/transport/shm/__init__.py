@@ -1,12 +1,12 @@
-"""Shared memory between the processes of one host: large tensors cost one copy, or none.
+"""Shared memory between the processes of one host: sending a large tensor costs one copy, or none.
 
-Each worker has one *arena*, a sparse file in memory that has no name (`mapping`), cut into *blocks* (`blocks`). To send
-a large tensor the sender copies it into a block and *lends* the block: the message says where it is, and the receiver,
-which has mapped the whole arena once, builds its tensor there (`borrowing`). When the memory of that tensor is freed
-the receiver gives the block back, and its pages, still warm, serve the next message. The sender keeps the books
-(`loans`): a block is used again only when nobody who could see it has it any more.
+Each worker has one *arena*, a sparse anonymous file in memory (`mapping`), cut into *blocks* (`blocks`). To send a
+large tensor, the sender copies it into a block and *lends* the block: the message carries its offset, and the receiver,
+which has mapped the whole arena once, builds its tensor there (`borrowing`). When the memory of that tensor is freed,
+the receiver gives the block back, and its pages, still warm, serve the next message. The sender records all loans
+(`loans`): it reuses a block only when neither this worker nor any peer holds it any more.
 
-`Arena` is a worker's own part, `Channel` what the two ends of a connection say to each other about it.
+`Arena` is a worker's own memory, `Channel` the protocol about it between the two ends of a connection.
 """
 
 from arpc.transport.shm.arena import Arena, open_arena

@@ -1,4 +1,4 @@
-"""The arena of one worker: memory that its peers can see."""
+"""The arena of one worker: memory that it shares with its peers."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ __all__ = ["Arena", "Placement", "open_arena"]
 logger = get_logger("arpc.transport")
 
 _INLINE_BYTES: Final = 4 << 20
-"""So much is copied on the loop: to hand it to a thread and back would take as long."""
+"""Copies up to this size run on the loop: to hand them to a thread and back would take as long."""
 _COLD_FACTOR: Final = 6
-"""How much longer it takes to copy into fresh pages."""
+"""How many times longer it takes to copy into fresh pages."""
 _GROUP_BYTES: Final = 1 << 20
-"""Small buffers of one message share blocks up to this size. As long as one of them is used the block is."""
+"""Small buffers of one message share blocks of up to this size. A block is in use while one of its buffers is."""
 _GROUP_ALIGNMENT: Final = 64
 _IDLE_S: Final = 10.0
-"""Memory that nobody has used for so long goes back to the system."""
+"""Memory that was unused for this long goes back to the system."""
 
 
 class Placement:
@@ -58,12 +58,12 @@ class Placement:
 
     @property
     def is_quick(self) -> bool:
-        """Whether to copy at once, or in a thread."""
+        """Whether the copy is short enough to run on the loop instead of in a thread."""
         cost_bytes = sum(buffer.nbytes * (1 if is_warm else _COLD_FACTOR) for buffer, _, is_warm in self._copies)
         return cost_bytes <= _INLINE_BYTES
 
     def copy(self) -> None:
-        """Fill the blocks; in any thread. Raises `OSError` when the system has no memory."""
+        """Copy the buffers into their blocks, in any thread. Raises `OSError` when the system has no memory."""
         copies, self._copies = self._copies, []
         for buffer, offset, is_warm in copies:
             self._file.copy(buffer, offset, is_warm=is_warm)
@@ -71,10 +71,9 @@ class Placement:
 
 @dataclass(slots=True, eq=False)
 class _Borrower:
-    """A peer that has mapped the arena. ``link`` is what it is connected by.
+    """A peer that has mapped the arena. ``link`` is the channel of its newest connection.
 
-    What was lent to one that cannot be heard any more stays lent until it is known what has become of it: it may still
-    read there.
+    Memory lent to a disconnected peer stays lent until the peer reconnects or its process ends: it may still read it.
     """
 
     name: str
@@ -84,15 +83,15 @@ class _Borrower:
 
 
 class Arena:
-    """Blocks, their books, and threads that copy. Belongs to the loop; any thread may call `allocate_shared`."""
+    """One worker's blocks, loans and copying threads. Belongs to the loop; any thread may call `allocate_shared`."""
 
     def __init__(self, *, capacity_bytes: int, from_bytes: int, window_bytes: int) -> None:
-        """Raise `OSError` if the system has no such memory. Of the capacity nothing is used yet."""
+        """Raise `OSError` if the system has no such memory. None of the capacity is allocated yet."""
         self.loop = asyncio.get_running_loop()
         self.from_bytes = from_bytes
-        """Messages with so many bytes of large tensors go through it."""
+        """Messages with at least this many bytes of large tensors go through the arena."""
         self.window_bytes = window_bytes
-        """So much may wait in it for one peer to be read."""
+        """The bytes that may wait in the arena for one peer to read them."""
         self.threads = MemoryThreads()
         self.borrowings = Borrowings(self.loop, self.threads.run)
         self.sends = 0
@@ -101,11 +100,11 @@ class Arena:
         self._pool = BlockPool(capacity_bytes)
         self.file = ArenaFile(self._pool.addresses)
         self._borrowers: dict[int, _Borrower] = {}
-        # Blocks and loans are also used by threads that make shared tensors. What runs when objects die never takes it.
+        # Guards the blocks, which threads that make shared tensors use too. Finalizers (`Lease`) never take it.
         self._lock = Lock()
         self._owned: list[Block] = []
-        """Those of shared tensors, by their offsets."""
-        # A tensor refers to it by its lease, and so to this arena: the file stays mapped even when the worker is gone
+        """The blocks of shared tensors, sorted by offset."""
+        # A tensor's lease refers to it, and so to this arena: the file stays mapped even after the worker was shut down
         self._ended: ReleaseQueue[Block] = ReleaseQueue(self.loop, self._free_owned)
         self._trimming: asyncio.TimerHandle | None = None
         self._is_closed = False
@@ -130,7 +129,7 @@ class Arena:
         self.drop(placement)
         self.fallbacks += 1
         if sum(buffer.nbytes for buffer in buffers) <= self._pool.capacity_bytes:
-            self._trim(0.0)  # what lies idle in blocks of other sizes may be what is missing
+            self._trim(0.0)  # idle memory in blocks of other sizes may be what is missing
         return None
 
     def _place_all(self, placement: Placement, buffers: Sequence[memoryview]) -> bool:
@@ -162,25 +161,25 @@ class Arena:
         return True
 
     def _find_owned(self, buffer: memoryview) -> tuple[Block, int] | None:
-        """The block of a shared tensor whose memory a buffer is, and where in the arena that is."""
+        """Return the block of the shared tensor that a buffer lies in, and the buffer's offset, or None."""
         offset = address_of(buffer) - self.file.address
         number = bisect_right(self._owned, offset, key=_offset_of) - 1
-        # one that is not aligned would be refused by the peer
+        # the peer would refuse an offset that is not aligned
         if number < 0 or offset % ALIGNMENT:
             return None
         block = self._owned[number]
         return (block, offset) if offset + buffer.nbytes <= block.offset + block.size_bytes else None
 
     def lend(self, borrower: int, placement: Placement) -> None:
-        """The borrower is told now."""
+        """Record the loans of a placement; the caller sends the message to the borrower now."""
         loans = self._borrowers[borrower].loans
         for offset, size_bytes, block in zip(placement.offsets, placement.sizes, placement.blocks, strict=True):
-            loans.begin(offset, size_bytes, block)  # our holding of the block goes over to the borrower
+            loans.begin(offset, size_bytes, block)  # the placement's hold on the block passes to the borrower
         self.sends += 1
         self.sent_bytes += sum(placement.sizes)
 
     def drop(self, placement: Placement, *, is_broken: bool = False) -> None:
-        """Nobody will be told. ``is_broken``: the system had no memory for it."""
+        """Release the blocks of a placement that is not sent. ``is_broken``: the system had no memory for it."""
         with self._lock:
             for block in placement.blocks if is_broken else ():
                 if not block.is_warm:
@@ -190,7 +189,7 @@ class Arena:
     # -- peers
 
     def borrower_connected(self, borrower: int, name: str, pid: int, held: Sequence[int], link: object) -> None:
-        """A peer has mapped the arena, and still holds these loans of before. Raises `KeyError` if it cannot."""
+        """Record that a peer has mapped the arena and holds these earlier loans. Raises `KeyError` for unknown ones."""
         known = self._borrowers.get(borrower)
         if known is None:
             if held:
@@ -201,15 +200,15 @@ class Arena:
         known.link = link
 
     def serves(self, borrower: int, link: object) -> bool:
-        """Whether a connection is the newest to a borrower: it alone says what is lent and given back."""
+        """Whether a connection is the newest to a borrower: only that one carries loans, and their ends."""
         known = self._borrowers.get(borrower)
         return known is not None and known.link is link
 
     def borrower_disconnected(self, borrower: int, link: object) -> None:
-        """A peer cannot be heard any more. What it has stays lent until it comes back, or its process ends."""
+        """Handle the end of a peer's connection. Its loans stay until the peer reconnects, or its process ends."""
         known = self._borrowers.get(borrower)
         if known is None or known.link is not link:
-            return  # a newer connection has come before the end of this one was noticed
+            return  # a newer connection was made before the end of this one was noticed
         if known.loans:
             known.watch.call_at_end(lambda: self._borrower_died(borrower))
         else:
@@ -227,13 +226,16 @@ class Arena:
         return known is not None and bool(known.loans)
 
     def take_back(self, borrower: int, offsets: Sequence[int]) -> None:
-        """Loans have ended. Raises `KeyError` for one that was never made."""
+        """Take back the blocks of ended loans. Raises `KeyError` for a loan that was never made."""
         self._let_go(map(self._borrowers[borrower].loans.end, offsets))
 
     # -- shared tensors
 
     def allocate_shared(self, size_bytes: int) -> memoryview | None:
-        """Memory that can be sent without a copy, until the view and all that is made of it is gone. None: no room."""
+        """Return memory that can be sent without a copy; None if there is no room.
+
+        It is freed when the view, and all views and tensors made from it, are gone.
+        """
         with self._lock:
             block = None if self._is_closed else self._pool.take(size_bytes)
             if block is None:
@@ -263,7 +265,7 @@ class Arena:
     # -- memory
 
     def _let_go(self, blocks: Iterable[Block]) -> None:
-        """Of each of these blocks a holder has ended; the memory of those that were the last can be used again."""
+        """Remove one holder from each of these blocks; a block without holders can be used again."""
         with self._lock:
             for block in blocks:
                 block.holders -= 1
@@ -272,14 +274,14 @@ class Arena:
         self._trim_soon()
 
     def _trim_soon(self) -> None:
-        """See to it that memory goes back to the system once it is idle."""
+        """Schedule the return of idle memory to the system."""
         if self._trimming is None and self._pool.idle_bytes and not self._is_closed:
             self._trimming = self.loop.call_later(_IDLE_S, self._trim_idle)
 
     def _trim_idle(self) -> None:
         self._trimming = None
         self._trim(_IDLE_S)
-        self._trim_soon()  # there may be some that were used since
+        self._trim_soon()  # blocks that were used since then are trimmed later
 
     def _trim(self, idle_s: float) -> None:
         if self._is_closed:
@@ -304,7 +306,7 @@ class Arena:
     # -- the end
 
     async def aclose(self) -> None:
-        """Take part no more. Memory that is still used, here or at a peer, stays."""
+        """Stop sharing memory. Memory that is still in use, here or at a peer, stays."""
         self._is_closed = True
         self._ended.close()
         if self._trimming is not None:
@@ -316,7 +318,7 @@ class Arena:
         self.file.close()
 
     def statistics(self) -> dict[str, Any]:
-        """What is where."""
+        """Return the counters of blocks, loans, sends and borrowed memory."""
         with self._lock:
             return {
                 **self._pool.statistics(),
@@ -330,7 +332,7 @@ class Arena:
 
 
 def open_arena(options: RpcOptions) -> Arena | None:
-    """An arena for a worker with these options; None if it shall have none, or the system cannot do it."""
+    """Return an arena for a worker with these options; None if they turn it off, or the system does not support it."""
     if not options.shared_memory_bytes or not is_supported():
         return None
     try:

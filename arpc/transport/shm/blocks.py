@@ -1,8 +1,8 @@
-"""Which parts of an arena are in use, which are free, and which of those have memory behind them. Pure bookkeeping.
+"""The used and the free blocks of an arena, and the memory behind them. Pure bookkeeping.
 
-Addresses are plenty, since the file is sparse; memory is what counts. So a block keeps its place and its size, a power
-of two, for ever, and only the pages that were written to take memory. Nothing can fragment: whatever of a block is not
-used costs nothing but addresses.
+Addresses are plentiful, since the file is sparse; memory is what counts. So a block keeps its offset and its size, a
+power of two, for ever, and only the pages that were written to take memory. There is no fragmentation: the unused part
+of a block costs nothing but addresses.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ __all__ = ["HEADER_BYTES", "PAGE_BYTES", "Block", "BlockPool"]
 
 PAGE_BYTES: Final = 4096
 HEADER_BYTES: Final = 1 << 16
-"""The beginning of an arena, which is not given out: the token lies there."""
+"""The size of the beginning of an arena, which holds the token and is never given out."""
 _SMALLEST_BITS: Final = 16
 _ADDRESSES_PER_BYTE: Final = 32
-"""How many addresses there are for each byte of capacity: a size may have to find its place beside all others."""
+"""The addresses for each byte of capacity: blocks of one size may have to find room beside those of all others."""
 
 
 class Block:
-    """A piece of an arena."""
+    """A range of an arena."""
 
     __slots__ = ("free_since", "holders", "is_warm", "offset", "resident_bytes", "size_bytes")
 
@@ -30,11 +30,11 @@ class Block:
         self.offset = offset
         self.size_bytes = size_bytes
         self.resident_bytes = 0
-        """How much of it, from its beginning, has memory behind it."""
+        """The bytes, from the beginning of the block, that have memory behind them."""
         self.is_warm = False
-        """All that was asked for had memory behind it before anything was copied there."""
+        """Whether all requested bytes had memory behind them before anything was copied there."""
         self.holders = 0
-        """How many need it: this worker, while it fills it or has a tensor there, and one for each loan of it."""
+        """The number of holders: this worker, while it fills the block or has a tensor there, and one for each loan."""
         self.free_since = 0.0
 
     def __repr__(self) -> str:
@@ -47,26 +47,26 @@ class BlockPool:
     def __init__(self, capacity_bytes: int) -> None:
         self.capacity_bytes = capacity_bytes
         self.resident_bytes = 0
-        """Memory behind all blocks, used or not."""
+        """The bytes of memory behind all blocks, used or free."""
         self.used_bytes = 0
-        """Memory behind those that are out."""
+        """The bytes of memory behind the blocks in use."""
         self.used_blocks = 0
-        # By size. The end of a list was used last, and may still be in the caches
+        # By size. The block at the end of a list was used last, and may still be in the CPU's caches
         self._free: dict[int, deque[Block]] = {}
         self._end = HEADER_BYTES
 
     @property
     def addresses(self) -> int:
-        """How large the file is, memory or not."""
+        """The size of the file in bytes, with or without memory behind them."""
         return HEADER_BYTES + _ADDRESSES_PER_BYTE * max(self.capacity_bytes, 1 << _SMALLEST_BITS)
 
     @property
     def idle_bytes(self) -> int:
-        """Memory behind blocks that nobody uses."""
+        """The bytes of memory behind free blocks."""
         return self.resident_bytes - self.used_bytes
 
     def take(self, size_bytes: int) -> Block | None:
-        """A block for so many bytes; None if there is no memory for it now."""
+        """Return a block for this many bytes; None if there is no memory for it now."""
         block_bytes = 1 << max(_SMALLEST_BITS, (size_bytes - 1).bit_length())
         needed = -(-size_bytes // PAGE_BYTES) * PAGE_BYTES
         free = self._free.get(block_bytes)
@@ -89,13 +89,13 @@ class BlockPool:
         return block
 
     def cool(self, block: Block) -> None:
-        """A block that is out turned out to have no memory behind it, or not all of it."""
+        """Record that a block in use has no memory behind it, or not behind all of it."""
         self.resident_bytes -= block.resident_bytes
         self.used_bytes -= block.resident_bytes
         block.resident_bytes = 0
 
     def give_back(self, block: Block, now: float) -> None:
-        """Nobody has it any more."""
+        """Take back a block that has no holders any more."""
         block.free_since = now
         self.used_bytes -= block.resident_bytes
         self.used_blocks -= 1
@@ -104,7 +104,7 @@ class BlockPool:
     # -- giving memory back to the system
 
     def begin_trim(self, idle_since: float) -> list[Block]:
-        """Take out the free blocks not used since then. Their memory is to be freed, then `end_trim` called."""
+        """Take out the free blocks not used since then. The caller frees their memory, then calls `end_trim`."""
         trimmed: list[Block] = []
         for size_bytes, free in self._free.items():
             kept: deque[Block] = deque()
@@ -114,11 +114,11 @@ class BlockPool:
         return trimmed
 
     def end_trim(self, blocks: Sequence[Block]) -> None:
-        """These have no memory any more."""
+        """Put back blocks whose memory was freed."""
         for block in blocks:
             self.resident_bytes -= block.resident_bytes
             block.resident_bytes = 0
-            # to the cold end: a warm one is better
+            # to the cold end: a warm block is better
             self._free.setdefault(block.size_bytes, deque()).appendleft(block)
 
     def statistics(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""What this worker has borrowed from the arenas of its peers."""
+"""Memory that this worker has borrowed from the arenas of its peers."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ __all__ = ["BorrowedArena", "Borrowings"]
 
 
 class BorrowedArena:
-    """The arena of one peer, as it is seen from here. It stays mapped for as long as anything in it is used."""
+    """The arena of one peer, mapped into this process. It stays mapped for as long as anything in it is used."""
 
     def __init__(self, offer: Offer, loop: asyncio.AbstractEventLoop) -> None:
         """Raise `UnmappableError` if it cannot be used."""
         self.mapping: Final = MappedArena(offer)
         self.watch: Final = ProcessWatch(offer.pid, loop)
-        """Of its owner."""
+        """The watch over the owner's process."""
         self.on_ended: Callable[[], object] | None = None
-        """Called on the loop when something was borrowed, or loans have ended."""
+        """The callback, on the loop, for when memory was borrowed or loans have ended."""
         self.loans: Final[Loans[None]] = Loans()
-        """What is held and not given back, as the owner knows it."""
+        """The loans that are held and not given back, as the owner records them."""
         self._ended: ReleaseQueue[int] = ReleaseQueue(loop, self._notify)
 
     def borrow(self, offsets: Sequence[int], sizes: Sequence[int]) -> list[memoryview]:
-        """The memory that was lent. Raises `ProtocolError` if it cannot have been."""
+        """Return views of the memory that was lent. Raises `ProtocolError` for memory that cannot have been lent."""
         mapping = self.mapping
-        self._ended.notify_soon()  # with the next turn, in which a small part of it may have ended already
+        self._ended.notify_soon()  # in the next loop turn, by which loans of small parts may have ended already
         views: list[memoryview] = []
         for offset, size_bytes in zip(offsets, sizes, strict=True):
             if offset < HEADER_BYTES or offset % ALIGNMENT:
@@ -51,22 +51,22 @@ class BorrowedArena:
             self.on_ended()
 
     def take_ended(self) -> list[int]:
-        """The loans that have ended since this was asked last."""
+        """Return the offsets of the loans that have ended since the last call."""
         ended = self._ended.take()
         for offset in ended:
             self.loans.end(offset)
         return ended
 
     def held(self) -> list[int]:
-        """An offset for each loan that has not ended. Of those that have, the owner need not be told any more."""
+        """Return the offset of each loan that has not ended. The owner needs no report of the ended ones any more."""
         self.take_ended()
         return self.loans.held()
 
 
 class Borrowings:
-    """All arenas that a worker has mapped, so that a peer that connects again finds what was lent before.
+    """All arenas that a worker has mapped, kept so that a peer that reconnects finds its earlier loans.
 
-    ``run`` does something in a thread.
+    ``run`` runs a function in a thread.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop, run: Callable[[Callable[[], None]], None]) -> None:
@@ -75,7 +75,7 @@ class Borrowings:
         self._arenas: dict[int, BorrowedArena] = {}
 
     def map(self, lender: int, offer: Offer) -> BorrowedArena:
-        """The arena of that peer. Raises `UnmappableError`."""
+        """Return the mapped arena of a peer. Raises `UnmappableError`."""
         arena = self._arenas.get(lender)
         if arena is None or arena.mapping.token != offer.token:
             arena = self._arenas[lender] = BorrowedArena(offer, self._loop)
@@ -83,7 +83,7 @@ class Borrowings:
         return arena
 
     def release(self, lender: int, arena: BorrowedArena) -> None:
-        """The connection is gone. The next one may bring the lender back, who then has to hear what is still held."""
+        """Detach an arena from its ended connection. A lender that reconnects has to learn what is still held."""
         arena.on_ended = lambda: self._forget_unused(lender, arena)
         if not self._forget_unused(lender, arena):
             arena.watch.call_at_end(lambda: self._lender_died(lender, arena))
@@ -98,7 +98,7 @@ class Borrowings:
         return True
 
     def _lender_died(self, lender: int, arena: BorrowedArena) -> None:
-        """The arena has no owner any more. What is held here stays, and the rest would stay with it: free that."""
+        """Free what is not held here of an arena whose owner died: held memory keeps the whole arena mapped."""
         arena.watch.close()
 
         def shrink() -> None:
@@ -110,7 +110,7 @@ class Borrowings:
         shrink()
 
     def close(self) -> None:
-        """This worker takes part no more. Memory that is still used stays."""
+        """Stop borrowing. Memory that is still in use stays."""
         for arena in self._arenas.values():
             arena.on_ended = None
             arena.watch.close()

@@ -1,4 +1,4 @@
-"""What the two ends of a connection say to each other about their arenas.
+"""The protocol by which the two ends of a connection share their arenas.
 
 ::
 
@@ -9,7 +9,7 @@
                                            <-   FREED: how many LENT were read, which loans have ended
 
 Nothing is offered before the first message that is large enough, unless the peer has loans of an earlier connection.
-Both ends can be lenders; the two directions have nothing to do with each other.
+Both ends can be lenders; the two directions are independent.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ __all__ = ["FEATURE", "Channel"]
 logger = get_logger("arpc.transport")
 
 FEATURE: Final = "shm"
-"""What a worker that can share memory says in its handshake."""
+"""The feature that a worker announces in its handshake if it can share memory."""
 _ARENA: Final = int(MessageType.ARENA)
 _FREED: Final = int(MessageType.FREED)
 _MAX_REASON_BYTES: Final = 200
 _FEW_COPIES: Final = 4
-"""So many messages keep the threads that copy at work. More only keep their tensors from being freed."""
+"""This many messages keep the copying threads busy. More would only keep their tensors from being freed."""
 _COPIES_PER_WINDOW: Final = 4
 _encode = msgspec.msgpack.Encoder().encode
 
@@ -58,21 +58,21 @@ _decode_mapped = msgspec.msgpack.Decoder(_Mapped).decode
 
 
 class _State(Enum):
-    """What has become of this worker's offer."""
+    """The state of this worker's offer."""
 
     CLOSED = auto()
-    """The handshake is not done, or the connection is over, or the peer does not share memory."""
+    """The handshake is not done, or the connection has ended, or the peer does not share memory."""
     IDLE = auto()
     """Nothing was offered yet."""
     OFFERED = auto()
     READY = auto()
     """The peer has mapped the arena."""
     GIVEN_UP = auto()
-    """This worker closes the connection: the answer, if it still comes, does not matter."""
+    """This worker closes the connection: an answer that still comes is ignored."""
 
 
 class Channel:
-    """One connection's part of an arena: lends blocks to the peer, and borrows from the peer's own."""
+    """One connection's use of shared memory: lends blocks to the peer, and borrows blocks of the peer's arena."""
 
     def __init__(self, connection: Connection, arena: Arena) -> None:
         self._connection = connection
@@ -82,16 +82,16 @@ class Channel:
         self._waiting: deque[tuple[bytes, BulkSend]] = deque()
         """Messages that wait for the answer to the offer."""
         self._unread: deque[int] = deque()
-        """Sizes of the messages that were lent and that the peer has not read yet."""
+        """Sizes of the lent messages that the peer has not read yet."""
         self.unread_bytes = 0
-        """Their sum."""
+        """The sum of `_unread`."""
         self._copying = self._copying_bytes = 0
-        """Messages that a thread copies: they are parked meanwhile, and count as unsent."""
+        """The messages, and their bytes, that threads copy: they are parked meanwhile, and count as unsent."""
         self._borrowed: BorrowedArena | None = None
         self._read_count = 0
 
     def opened(self) -> None:
-        """The handshake is done."""
+        """Start after the handshake; offers the arena at once if the peer has loans of an earlier connection."""
         peer = self._connection.peer
         if FEATURE in peer.features:
             self._state = _State.IDLE
@@ -100,13 +100,13 @@ class Channel:
                 self._offer()
 
     def closing(self) -> None:
-        """This worker says goodbye. The peer may do the same, and then it cannot answer any more."""
+        """Stop waiting for an answer: this worker sends GOODBYE. If the peer does so too, it cannot answer any more."""
         if self._state is _State.OFFERED:
             self._state = _State.GIVEN_UP
             self._answered()
 
     def closed(self) -> None:
-        """The connection is over. Messages that wait here are its business."""
+        """Clean up after the connection has ended. It has dropped the messages that wait here already."""
         self._waiting.clear()
         if self._state is _State.READY:
             self._arena.borrower_disconnected(self._borrower, self)
@@ -134,15 +134,15 @@ class Channel:
         self._connection.send(frame(_ARENA, ArenaFlag.OFFER, 0, 0, 0, _encode(self._arena.file.offer)))
 
     def _answered(self) -> None:
-        """What waits for the answer to the offer need not wait any longer."""
+        """Send the messages that wait for the answer to the offer: through shared memory if READY, else in chunks."""
         waiting, self._waiting = self._waiting, deque()
         for data, bulk in waiting:
-            # one that was dropped meanwhile is not parked any more
+            # a message that was dropped meanwhile is not parked any more
             if self._connection.bulk.unpark(bulk) and not (self._state is _State.READY and self._lend(data, bulk)):
                 self._connection.send_in_chunks(data, bulk)
 
     def _lend(self, data: bytes, bulk: BulkSend) -> bool:
-        # A peer that does not read shall not get all there is: the socket knows how to hold back
+        # A peer that does not read must not fill the arena: the socket provides backpressure
         waiting_bytes = self.unread_bytes + self._copying_bytes
         if waiting_bytes and waiting_bytes + bulk.size_bytes > self._arena.window_bytes:
             return False
@@ -162,7 +162,7 @@ class Channel:
         was_behind = self.is_behind
         self._copying -= 1
         self._copying_bytes -= bulk.size_bytes
-        # The world may have changed: it may have been dropped, and the connection may be gone
+        # Meanwhile the message may have been dropped, or the connection may have ended
         if self._connection.bulk.unpark(bulk):
             self._copied(data, bulk, placement, error)
         else:
@@ -186,7 +186,7 @@ class Channel:
     # -- receiving
 
     def message_received(self, message: Message) -> None:
-        """An ARENA or FREED message. Raises `ProtocolError`."""
+        """Handle an ARENA or FREED message. Raises `ProtocolError`."""
         if message.type == MessageType.FREED:
             self._on_freed(message)
         elif message.flags == ArenaFlag.OFFER:
@@ -222,7 +222,7 @@ class Channel:
         if message.arg:
             self._connection.tell_bulk_left()
         if not self._arena.serves(self._borrower, self):
-            return  # a newer connection has told what is still held, and the rest was taken back then
+            return  # a newer connection has reported what is still held, and the rest was taken back then
         try:
             self._arena.take_back(self._borrower, struct.unpack(f"<{len(body) // 8}Q", body))
         except KeyError as error:
@@ -251,31 +251,31 @@ class Channel:
             self._connection.send(frame(_ARENA, flag, 0, 0, 0, body))
 
     def borrow(self, message: Message, sizes: Sequence[int]) -> list[memoryview]:
-        """The memory that a LENT message speaks of. Raises `ProtocolError`."""
+        """Return views of the memory that a LENT message names. Raises `ProtocolError`."""
         if self._borrowed is None or len(message.body) != 8 * len(sizes):
             raise ProtocolError("shared memory was lent that was not offered")
         if not self._is_current:
-            # the lender takes back what was on its way when a newer connection told what is held here
+            # the lender takes back the loans that were in flight when a newer connection reported what is held here
             raise ProtocolError("shared memory was lent over a connection that another one has replaced")
         self._read_count += 1
         return self._borrowed.borrow(struct.unpack(f"<{len(sizes)}Q", message.body), sizes)
 
     @property
     def _is_current(self) -> bool:
-        """No newer connection to the lender, made before the end of this one was noticed, has what was borrowed."""
+        """Whether no newer connection, made before this one's end was noticed, has taken over the borrowed arena."""
         return self._borrowed is not None and self._borrowed.on_ended == self._tell
 
     @property
     def is_behind(self) -> bool:
-        """Enough wait to be copied. Each is there twice, or about to be, and only the copy is needed."""
+        """Whether enough messages wait to be copied. Each takes memory twice, or soon will; only the copy is needed."""
         return self._copying >= _FEW_COPIES and self._copying_bytes * _COPIES_PER_WINDOW > self._arena.window_bytes
 
     def _tell(self) -> None:
-        """Tell the lender what was read, and what is not used any more."""
+        """Report to the lender how many messages were read, and which loans have ended."""
         assert self._borrowed is not None
         ended = self._borrowed.take_ended()
         count, self._read_count = self._read_count, 0
-        with suppress(ConnectionClosedError):  # then the next connection tells what is still held
+        with suppress(ConnectionClosedError):  # the next connection reports what is still held
             self._connection.send(frame(_FREED, 0, 0, count, 0, struct.pack(f"<{len(ended)}Q", *ended)))
 
 

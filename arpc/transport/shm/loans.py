@@ -1,6 +1,6 @@
-"""What one worker has lent to another of its arena, as both of them note it. Pure bookkeeping.
+"""The loans from one worker's arena to one peer, as both sides record them. Pure bookkeeping.
 
-A loan is known by the offset that was named to the borrower. The same place may be lent several times, and is then
+A loan is identified by the offset that was sent to the borrower. The same offset may be lent several times, and is then
 given back as often.
 """
 
@@ -24,7 +24,7 @@ class _Loan(Generic[T]):
 
 
 class Loans(Generic[T]):
-    """Those of one lender to one borrower. The lender knows which block a loan is of: the ``subject``."""
+    """The loans of one lender to one borrower. The ``subject``, known to the lender only, is the block that is lent."""
 
     def __init__(self) -> None:
         self._loans: dict[int, _Loan[T]] = {}
@@ -33,7 +33,7 @@ class Loans(Generic[T]):
         return bool(self._loans)
 
     def begin(self, offset: int, size_bytes: int, subject: T) -> None:
-        """So many bytes are lent."""
+        """Record a loan of this many bytes."""
         loan = self._loans.get(offset)
         if loan is None:
             loan = self._loans[offset] = _Loan(subject)
@@ -41,7 +41,7 @@ class Loans(Generic[T]):
         loan.size_bytes = max(loan.size_bytes, size_bytes)
 
     def end(self, offset: int) -> T:
-        """One loan has ended, of this subject. Raises `KeyError` if there is none."""
+        """Record the end of one loan; returns its subject. Raises `KeyError` if there is none."""
         loan = self._loans[offset]
         loan.count -= 1
         if not loan.count:
@@ -49,10 +49,10 @@ class Loans(Generic[T]):
         return loan.subject
 
     def reconcile(self, held: Iterable[int]) -> list[T]:
-        """The borrower says what it still has, as `held` does. Raises `KeyError` if it has more than was lent.
+        """End all loans but those that the borrower still holds, as its `held` returned them; returns their subjects.
 
-        Whatever else was lent to it never arrived, or was given back unheard; of these, returns the subject of each. A
-        borrower that is no more has nothing.
+        The ended loans never arrived, or the message that gave them back was lost. A borrower whose process has ended
+        holds none. Raises `KeyError` if the borrower holds more than was lent.
         """
         still = Counter(held)
         for offset, count in still.items():
@@ -61,14 +61,14 @@ class Loans(Generic[T]):
         return [self.end(offset) for offset in (Counter(self.held()) - still).elements()]
 
     def held(self) -> list[int]:
-        """An offset for each loan."""
+        """Return the offset of each loan."""
         return [offset for offset, loan in self._loans.items() for _ in range(loan.count)]
 
     def ranges(self) -> list[tuple[int, int]]:
-        """From and to where memory is lent, in order."""
+        """Return the start and the end of each lent range, in order."""
         return sorted((offset, offset + loan.size_bytes) for offset, loan in self._loans.items())
 
     @property
     def size_bytes(self) -> int:
-        """What is lent several times counts once."""
+        """The bytes that are lent; memory that is lent several times counts once."""
         return sum(loan.size_bytes for loan in self._loans.values())

@@ -1,8 +1,8 @@
-"""The memory itself: a file that only this process and those who are told of it can reach, and that has no name.
+"""The memory of an arena: an anonymous file that only this process, and peers that it is offered to, can reach.
 
-It is made by memfd_create, so it vanishes with the last process that has it, however that one ends. Others open it
-through ``/proc/<pid>/fd/<n>``, which takes the same user, and a common view of processes. That both talk of the same
-file, and so live on the same host, is shown by a random token at its beginning.
+It is made by memfd_create, so it vanishes with the last process that has it, however that process ends. Peers open it
+through ``/proc/<pid>/fd/<n>``, which requires the same user and the same PID namespace. A random token at its beginning
+proves that both sides mean the same file, and so run on the same host.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ _MOST_PER_WRITE: Final = 1 << 30
 
 
 def is_supported() -> bool:
-    """Whether this system has what it takes."""
+    """Whether this system is Linux with memfd_create and file seals."""
     return sys.platform == "linux" and hasattr(os, "memfd_create") and hasattr(fcntl, "F_ADD_SEALS")
 
 
 class UnmappableError(Exception):
-    """An arena of another process cannot be used here. Nobody's fault: bytes go through the socket then."""
+    """An arena of another process cannot be used here. This is no failure: tensors go through the socket then."""
 
 
 class Offer(msgspec.Struct, array_like=True, frozen=True):
-    """Where an arena is, in the words of its owner."""
+    """The location of an arena, as its owner sends it to a peer."""
 
     pid: int
     fd: int
@@ -51,18 +51,18 @@ class Offer(msgspec.Struct, array_like=True, frozen=True):
 
 
 class _Mapping:
-    """A file as memory of this process, for as long as anyone refers to it."""
+    """A file that is mapped into this process for as long as this object is referred to."""
 
     def __init__(self, fd: int, size_bytes: int) -> None:
-        # No memory is set aside for it: the file has many more addresses than it will ever have pages
+        # This reserves no memory: the file has many more addresses than it will ever have pages
         self._map = mmap.mmap(fd, size_bytes, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
         self.size_bytes = size_bytes
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         self._madvise = cast("Any", ctypes.CDLL(None, use_errno=True)).madvise
 
     def free(self, offset: int, size_bytes: int) -> None:
-        """Free the memory behind a range of pages, for everybody; it reads as zeros from then on."""
-        # Not by `mmap.madvise`, which keeps the interpreter busy meanwhile
+        """Free the memory behind a range of pages, in all processes; it then reads as zeros. Raises `OSError`."""
+        # Not by `mmap.madvise`, which keeps the interpreter lock meanwhile
         if self._madvise(ctypes.c_void_p(self.address + offset), ctypes.c_size_t(size_bytes), mmap.MADV_REMOVE):
             raise OSError(ctypes.get_errno(), "madvise failed")
 
@@ -73,12 +73,12 @@ class ArenaFile(_Mapping):
     fd = -1
 
     def __init__(self, size_bytes: int) -> None:
-        """Raise `OSError` if there can be none."""
+        """Raise `OSError` if the system cannot create or map the file."""
         flags = getattr(os, "MFD_CLOEXEC", 1) | getattr(os, "MFD_ALLOW_SEALING", 2)
         self.fd = os.memfd_create(_NAME, flags)
         try:
             os.ftruncate(self.fd, size_bytes)
-            # Nobody can take addresses away any more: to read there would kill the reader
+            # No process can shrink the file any more: to read beyond its end would kill the reader
             fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
             token = secrets.token_bytes(_TOKEN_BYTES)
             os.pwrite(self.fd, token, 0)
@@ -89,23 +89,23 @@ class ArenaFile(_Mapping):
         self.offer = Offer(os.getpid(), self.fd, size_bytes, token)
 
     def copy(self, source: memoryview, offset: int, *, is_warm: bool) -> None:
-        """Put bytes there. The interpreter is free meanwhile. Raises `OSError` when there is no memory."""
+        """Copy bytes to an offset, without the interpreter lock. Raises `OSError` when there is no memory."""
         if is_warm:
             ctypes.memmove(self.address + offset, address_of(source), source.nbytes)
             return
-        # The kernel fills fresh pages in half the time it takes to clear them, have them touched and fill them. And
-        # where memory is short a write fails, while a touch would kill this process.
+        # A write to fresh pages takes half as long as page faults, which clear the pages, and a copy. And where memory
+        # is short, a write fails, while a page fault would kill this process.
         end = source.nbytes
         position = 0
         while position < end:
             position += os.pwrite(self.fd, source[position : position + _MOST_PER_WRITE], offset + position)
 
     def reserve(self, offset: int, size_bytes: int) -> None:
-        """Have memory behind a range. Raises `OSError` when there is none, where a touch would kill this process."""
+        """Allocate memory behind a range. Raises `OSError` if there is none; a page fault would kill the process."""
         os.posix_fallocate(self.fd, offset, size_bytes)
 
     def close(self) -> None:
-        """Take part no more. Those who have mapped it keep it, and so does what lies in it here."""
+        """Close the descriptor. Peers that have mapped the file keep it, and tensors in it here stay valid."""
         fd, self.fd = self.fd, -1
         if fd >= 0:
             os.close(fd)
@@ -118,10 +118,10 @@ class MappedArena(_Mapping):
     """The arena of a peer."""
 
     def __init__(self, offer: Offer) -> None:
-        """Raise `UnmappableError` if it is not to be had, or is not what it should be."""
+        """Raise `UnmappableError` if the file cannot be opened and mapped, or is not the arena that was offered."""
         path = f"/proc/{offer.pid}/fd/{offer.fd}"
         try:
-            # On another host, or in another namespace, that may be anything, and opening it could do something
+            # On another host, or in another namespace, that may be any file, and to open it could have side effects
             if not str(Path(path).readlink()).startswith(f"/memfd:{_NAME}"):
                 raise UnmappableError(f"{path} is not an arena")
             fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
@@ -143,7 +143,7 @@ class MappedArena(_Mapping):
         self.token = offer.token
 
     def free_all_but(self, ranges: Iterable[tuple[int, int]]) -> None:
-        """Free the memory behind all else, for everybody. The ranges are in order. Only when the owner is no more."""
+        """Free all memory outside of these sorted ranges, in all processes. Only after the owner's process ended."""
         start = 0
         for begin, end in [*ranges, (self.size_bytes, self.size_bytes)]:
             stop = begin & -PAGE_BYTES

@@ -1,4 +1,4 @@
-"""Noticing the end of another process, even one that is killed."""
+"""Detection of the end of another process, even of one that is killed."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ __all__ = ["ProcessWatch"]
 
 
 class ProcessWatch:
-    """Tells when a process of this host has ended. Made while it is known to live."""
+    """Notifies when a process of this host has ended. To be made while the process is known to run."""
 
     def __init__(self, pid: int, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         try:
             self._fd = os.pidfd_open(pid)
         except (OSError, OverflowError, AttributeError):
-            self._fd = -1  # then it is taken to live for ever, which costs memory at most
+            self._fd = -1  # the process then counts as running for ever, which costs memory at most
 
     def call_at_end(self, callback: Callable[[], None]) -> None:
-        """Call this on the loop once the process has ended, which it may have already."""
+        """Call the callback on the loop once the process has ended, or soon if it has ended already."""
         if self._fd >= 0:
             self._loop.add_reader(self._fd, callback)
 

@@ -14,19 +14,19 @@ __all__ = ["empty_shared", "shared"]
 
 
 def empty_shared(arena: Arena | None, size: Sequence[int], dtype: torch.dtype | None) -> Tensor:
-    """A tensor with whatever is in its memory, in the arena if that has room."""
+    """Return an uninitialized tensor, in the arena if that has room."""
     size = tuple(size)
     kind = torch.get_default_dtype() if dtype is None else dtype
     count = prod(size)
     memory = arena.allocate_shared(count * kind.itemsize) if arena is not None and count > 0 else None
     if memory is None:
         return torch.empty(size, dtype=kind)
-    # `data`: a tensor of its own, and not a view of one that nobody has
+    # `data` makes it a tensor of its own, not a view of a tensor that the caller never sees
     return torch.frombuffer(memory, dtype=kind).view(size).data
 
 
 def shared(arena: Arena | None, tensor: Tensor) -> Tensor:
-    """A contiguous copy without history, in the arena if that has room."""
+    """Return a contiguous copy without autograd history, in the arena if that has room."""
     copy = empty_shared(arena, tensor.shape, tensor.dtype)
     copy.copy_(tensor.detach())
     return copy

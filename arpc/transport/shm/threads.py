@@ -1,4 +1,4 @@
-"""Threads that copy and free memory while the loop goes on."""
+"""Threads that copy and free memory while the event loop runs."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["MemoryThreads"]
 _MAX_THREADS: Final = 4
 
 _Done = Callable[[BaseException | None], None]
-"""Called on the loop when something was done, with what went wrong."""
+"""The callback for the end of a job: called on the loop with the job's exception, or None."""
 
 
 class MemoryThreads:
-    """A few threads, started when first needed. They run what releases the interpreter for most of its time."""
+    """A few threads, started when first needed, for jobs that release the interpreter lock most of the time."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -29,19 +29,19 @@ class MemoryThreads:
         self._all_done.set()
 
     def run(self, job: Callable[[], None], done: _Done = lambda _: None) -> None:
-        """Run a job; ``done`` is called in any case."""
+        """Run a job in a thread; ``done`` is called whether it succeeds or fails."""
         self._jobs += 1
         self._all_done.clear()
-        # Not by the executor's future: with its callbacks it would be a cycle, and keep what was copied
+        # Not by callbacks of the executor's future: they would form a cycle that keeps the copied memory alive
         self._executor.submit(self._work, job, done)
 
     def _work(self, job: Callable[[], None], done: _Done) -> None:
         error: BaseException | None = None
         try:
             job()
-        except BaseException as raised:  # noqa: BLE001 - told to whoever waits, as all else
+        except BaseException as raised:  # noqa: BLE001 - passed to the job's callback
             error = raised
-        with suppress(RuntimeError):  # the loop was closed without a shutdown: nobody waits any more
+        with suppress(RuntimeError):  # the loop was closed without a shutdown: no caller waits any more
             self._loop.call_soon_threadsafe(self._worked, done, error)
 
     def _worked(self, done: _Done, error: BaseException | None) -> None:
@@ -51,6 +51,6 @@ class MemoryThreads:
         done(error)
 
     async def aclose(self) -> None:
-        """Wait for what is under way. Nothing may be begun any more."""
+        """Wait for the running jobs and end the threads. No job may be started any more."""
         await self._all_done.wait()
         self._executor.shutdown()

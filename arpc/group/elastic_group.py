@@ -178,9 +178,10 @@ class Stay(Presence):
         packed = encode(record)
         if kv.peek(_name_key(record)) is not None or kv.swap(_id_key(record.id), packed) != packed:
             return
-        # another worker may do this at the same time: a second `Joined` of the same record changes nothing
+        # another worker may do this at the same time: it is counted once, a second `Joined` of it changes nothing
         if kv.swap(_name_key(record), packed) == packed:
-            kv.add(PRESENT_ELASTIC, 1)
+            if kv.add(f"elastic/restored/{record.id}", 1) == 1:
+                kv.add(PRESENT_ELASTIC, 1)
             append_event(kv, Joined(record))
 
     def _give_up_place(self, kv: KeyValues) -> bool:

@@ -362,6 +362,29 @@ def test_one_who_returns_brings_back_all_it_knows():
     assert kv.count("present/elastic") == 3
 
 
+def test_a_worker_that_two_others_restore_at_the_same_time_is_counted_once():
+    a, b, c = (record_of(name, worker_id) for worker_id, name in enumerate("abc"))
+
+    class Racing(KeyValues):
+        """Lets `b` restore the group in the middle of its being restored by `a`."""
+
+        other: KeyValues | None
+
+        def swap(self, key: str, value: bytes, *, expected: bytes = b"") -> bytes:
+            other = self.other
+            if other is not None and key == "elastic/name/c":
+                self.other = None
+                restored(other, b, a, b, c)
+            return super().swap(key, value, expected=expected)
+
+    store = HashStore()
+    kv = Racing(store, Access("a store"))
+    kv.other = KeyValues(store, Access("a store"))
+    assert {event.record.name for event in restored(kv, a, a, b, c)} == {"a", "b", "c"}
+    assert kv.other is None, "the other worker has restored the group meanwhile"
+    assert kv.count("present/elastic") == 3
+
+
 def test_names_and_ids_that_were_given_meanwhile_stay_given():
     kv = key_values()
     newcomers = [record_of("a", allocate_id(kv, None)), record_of("n", allocate_id(kv, None))]

@@ -1,8 +1,8 @@
-"""Passes that have failed: every worker that may have gradients of one hears of it.
+"""Abort messages: they notify every worker that may have gradients of a failed pass.
 
-The news is told again until it has been heard, or is for nobody any more. It may arrive twice, and late: a worker that
-has heard it once has taken back all there is to take back. A worker that it does not reach for long hears of it with
-the next pass, whose parcels name the passes that have failed.
+An abort is retried until the worker has acknowledged it, or does not need it any more. It may arrive twice, and late:
+the first one has rolled back all there is to roll back. A worker that cannot be reached for long is notified by the
+next pass, whose parcels list the passes that have failed.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ logger = get_logger("arpc.autograd")
 
 
 class Aborts:
-    """Tells other workers of passes that have failed."""
+    """Notifies other workers of passes that have failed."""
 
     def __init__(self, container: Container, lifetimes: Lifetimes) -> None:
         self._container = container
         self._lifetimes = lifetimes
         self.unheard: set[tuple[int, int, int]] = set()
-        """Context, pass and worker of the news that is being told."""
+        """The context, pass and worker of each abort that is not acknowledged yet."""
 
     def tell(self, context: AutogradContext, pass_id: int, workers: Collection[int]) -> asyncio.Future[Any]:
-        """Let workers know that a pass has failed; the future is done when they do, or it makes no sense to go on."""
+        """Notify workers that a pass has failed; the future is done when all acknowledged, or retries are pointless."""
         # sent now, and not when the tasks have their first turn
         args = context.id, pass_id
         telling = [
             self._lifetimes.own(self._tell(context, pass_id, to, self._lifetimes.notify(AutogradAbort, to, args)))
             for to in workers
         ]
-        # an error, which is that this worker is shut down, is for nobody
+        # an error can only be that this worker is shut down, and no caller needs it
         return asyncio.gather(*telling, return_exceptions=True)
 
     async def _tell(self, context: AutogradContext, pass_id: int, to: int, attempt: asyncio.Future[Any]) -> None:
@@ -47,7 +47,7 @@ class Aborts:
         self.unheard.add(news)
 
         def is_moot() -> bool:
-            """Whether nobody is to hear of it any more. The end of a context is told in its own way."""
+            """Whether the worker need not be notified: it is gone, or the context has ended, see `Lifetimes`."""
             peer = self._lifetimes.agent.peer(to)
             is_gone = peer is None or peer.is_dead or peer.state is PeerState.GONE
             return is_gone or context.id not in self._container.contexts

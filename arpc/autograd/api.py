@@ -1,4 +1,4 @@
-"""What people call. Each uses the worker of its context, like the functions of `arpc.api`."""
+"""The public functions of distributed autograd. Each uses the worker of its context, like those of `arpc.api`."""
 
 from __future__ import annotations
 
@@ -38,22 +38,22 @@ class context:  # noqa: N801 - used like a function, as torch's own
             await arpc.autograd.backward(ctx_id, [loss])
             grads = arpc.autograd.get_gradients(ctx_id)
 
-    It is a context variable: tasks started inside record in it too, others do not see it, and it travels with calls, so
-    that handlers, and the calls these make in turn, record in the same context. Leaving it releases everything that was
-    recorded, on every worker it has touched; that is waited for, though not without end.
+    It is a context variable: tasks started inside record in it too, other tasks do not. It is sent with calls, so that
+    handlers, and the calls these make in turn, record in the same context. Leaving it releases everything that was
+    recorded, on every worker it has reached, and waits for that, for a bounded time.
     """
 
     _service: AutogradService | None = None
     _context_id = -1
     _token: Token[int | None] | None = None
 
-    if not TYPE_CHECKING:  # a type checker says so before
+    if not TYPE_CHECKING:  # a type checker reports the mistake itself
 
         def __enter__(self) -> NoReturn:
             raise TypeError("it takes other workers to begin and to end it: use `async with arpc.autograd.context()`")
 
         def __exit__(self, *_: object) -> None:
-            pass  # Python looks for it before it enters
+            pass  # Python looks it up before it calls __enter__
 
     async def __aenter__(self) -> int:
         service = _service()
@@ -102,7 +102,7 @@ def backward(
 
 
 def get_gradients(ctx_id: int) -> dict[Tensor, Tensor]:
-    """The gradients that backward passes of a context have accumulated on this worker, by leaf tensor.
+    """Return the gradients that backward passes of a context have accumulated on this worker, by leaf tensor.
 
     A leaf's ``.grad`` is never touched. Raises `AutogradError` if there is no such context on this worker.
     """

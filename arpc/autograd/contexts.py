@@ -1,6 +1,6 @@
-"""What one worker knows of a context: the messages that tensors left and came with, and the gradients.
+"""The autograd contexts of one worker: the messages that brought or took tensors, and the gradients.
 
-A context has the same id on all workers that it touches.
+A context has the same id on all workers that it reaches.
 """
 
 from __future__ import annotations
@@ -25,82 +25,81 @@ from arpc.ids import LOCAL_BITS
 __all__ = ["ENDLESS", "NO_GRADIENTS", "AutogradContext", "Container", "Send", "current_context_id"]
 
 current_context_id: ContextVar[int | None] = ContextVar("arpc.autograd", default=None)
-"""The context that this code records in. Handlers have that of their caller."""
+"""The id of the context that this code records in. Handlers have that of their caller."""
 
-# Messages of contexts that are not here may still arrive for a while. They must not bring to life again what has ended
+# Messages of contexts that are not here may still arrive for a while. They must not bring ended contexts back
 _TOMBSTONES: Final = 4096
-"""How many contexts that are not here are remembered: of those that have ended, of those left, and of all others."""
+"""The number of contexts not here that are remembered: of those that have ended, of those left, and of all others."""
 _MAX_OF_PEER: Final = 65_536
-"""How many contexts one worker may have here that have not ended."""
+"""The number of contexts that one worker may have here that have not ended."""
 
 NO_GRADIENTS: Final[Mapping[Tensor, Tensor]] = MappingProxyType({})
 
-# What no number of answers makes up for
 ENDLESS: Final = 1 << 62
-"""How many calls one counts for that has more than one answer."""
+"""The number of calls that a stream counts as: however many replies it gets, `calls_answered` never catches up."""
 
 
 class AutogradContext(msgspec.Struct, eq=False):
     """One context on one worker.
 
-    It belongs to the loop. But a thread in which a plain function ends records the answer itself. So sends are added,
-    and the clock and the answered handlers counted, with the ``lock`` held. Only the loop removes sends.
+    Only the loop uses it, except that a thread in which a plain function ends records the reply itself. So code holds
+    the ``lock`` to add sends, and to change the clock and the count of answered handlers. Only the loop removes sends.
     """
 
     id: int
     lock: Any = msgspec.field(default_factory=Lock)
     since: float = msgspec.field(default_factory=monotonic)
-    """When this worker came to know it, for those who look."""
+    """The time when this worker first saw the context, for reports."""
     sends: dict[int, Send] = {}
-    """By message id, in the order they were sent."""
+    """The messages that left with tensors, by message id, in the order they were sent."""
     recvs: dict[int, Any] = {}
     """The recv nodes, by message id."""
     known_workers: dict[int, int] = {}
-    """Ids of the workers that were told of this context, or told this one.
+    """The ids of workers that this worker has shared the context with, or got it from.
 
-    The value counts calls to that worker, but for those that it had handled when it left the context.
+    The value counts calls to that worker, except those that it had handled when it left the context.
     """
     active_pass: Any = None
     """The `BackwardPass` under way, if any."""
     clock: int = 0
-    """Counts messages with tensors: larger after each than at any message that it depends on (Lamport's clock)."""
+    """A Lamport clock of messages with tensors: larger after each message than at any message that it depends on."""
     running_thread: Any = None
-    """The future of what a pass runs in a thread, which may go on after the pass was ended."""
+    """The future of a pass's job in a thread, which may go on after the pass was ended."""
     last_pass: int = -1
-    """The last pass that has ended here, and so may still fail elsewhere."""
+    """The last pass that has ended here, and so may still fail on other workers; -1 if there is none."""
     last_announced_to: Collection[int] = ()
-    """Who was told in it, or is being told by an answer, what was live here."""
+    """The workers that a first parcel of that pass was sent to, perhaps by a reply still in flight."""
     aborted_passes: frozenset[int] = frozenset()
     last_failed: tuple[int, int | None] = (-1, None)
-    """The last of them that failed here, and the worker that is told why by the answer to the parcel that began it."""
+    """The last pass with a parent that failed here, and the parent, which gets the reason with the reply."""
     aborts_told: frozenset[int] = frozenset()
-    """Those of them that this worker has told others of."""
+    """The passes whose aborts this worker has sent to others."""
     told_early: dict[int, dict[int, bool]] = {}
-    """By pass: who was told that nothing is live here before it was known, and whether they said what is there."""
+    """By pass: workers that got `NOTHING_LIVE` before the context was known, and whether they sent a first parcel."""
     sends_used: int = 0
-    """How often gradients have come for a message, in all passes."""
+    """The number of times that gradients have arrived for a message, in all passes."""
     calls_made: int = 0
-    """Calls of this worker in the context, and much more for one that has no single answer."""
+    """The number of calls of this worker in the context; a stream counts as `ENDLESS`."""
     calls_answered: int = 0
-    """Those of them whose answer was recorded. If it is all of them, none of their handlers is under way."""
+    """The number of recorded replies to these calls. If it is `calls_made`, none of their handlers is running."""
     handlers_begun: int = 0
-    """Calls of others in the context."""
+    """The number of calls of other workers in the context."""
     handlers_answered: int = 0
-    """Those of them that were answered. A stream is never answered: what follows an item may come at any time."""
+    """The number of these calls that were answered. A stream never is: the next item may follow at any time."""
     gradients: Mapping[Tensor, Tensor] = NO_GRADIENTS
-    """What passes that have ended here have accumulated. Replaced, never changed."""
+    """The gradients that passes that have ended here have accumulated. Replaced, never changed."""
     before_last_pass: Mapping[Tensor, Tensor] = NO_GRADIENTS
-    """Those without the last pass, to which a pass that fails late goes back."""
+    """The gradients without those of the last pass, restored if it fails late."""
 
     @property
     def creator(self) -> int:
-        """The id of the worker that made it."""
+        """The id of the worker that created the context."""
         return self.id >> LOCAL_BITS
 
     def record_send(self, new_id: Callable[[], int], node: Any, to: int, answered: int = 0) -> tuple[int, int]:
-        """Note that a message leaves with tensors of a send node; returns its id and stamp. In any thread.
+        """Record a message that leaves with tensors of a send node; return its id and stamp. Callable in any thread.
 
-        ``answered`` counts the handler whose answer it is.
+        ``answered`` is 1 if the message is the reply of a handler, else 0.
         """
         with self.lock:  # ids grow in the order of the sends
             message_id = new_id()
@@ -110,14 +109,14 @@ class AutogradContext(msgspec.Struct, eq=False):
         return message_id, stamp
 
     def receive_stamp(self, stamp: int) -> None:
-        """A message has come, and what is sent from now on may depend on its tensors."""
+        """Advance the clock beyond a received message: messages sent from now on may depend on its tensors."""
         with self.lock:
             self.clock = max(self.clock, stamp) + 1
 
     def worker_left(self, worker: int, calls_handled: int) -> None:
-        """A worker has left with an answer, after so many calls of this one since it had entered the context.
+        """Record that a worker has left with a reply, after it handled so many calls since it entered the context.
 
-        Unless a call is on its way that brings it back, it need not hear of the end.
+        It need not be notified of the end, unless a call is in flight that brings it back.
         """
         others = self.known_workers.get(worker, 0) - calls_handled
         if others > 0:
@@ -126,7 +125,7 @@ class AutogradContext(msgspec.Struct, eq=False):
             self.known_workers.pop(worker, None)
 
     def commit(self, pass_id: int, gradients: Mapping[Tensor, Tensor], announced_to: Collection[int] = ()) -> None:
-        """Add what a pass computed here. It can be taken back until the next pass ends."""
+        """Add the gradients that a pass computed here. They can be rolled back until the next pass ends."""
         self.before_last_pass = self.gradients
         self.last_pass = pass_id
         self.last_announced_to = announced_to
@@ -136,7 +135,7 @@ class AutogradContext(msgspec.Struct, eq=False):
         total = dict(self.gradients)
         for leaf, gradient in gradients.items():
             before = total.get(leaf)
-            # not in place: what people hold of the gradients so far stays what it was, and can be gone back to
+            # not in place: users may hold the gradients so far, and a rollback restores them
             total[leaf] = gradient if before is None else summed(before, gradient)
         self.gradients = total
 
@@ -144,19 +143,19 @@ class AutogradContext(msgspec.Struct, eq=False):
         return any(send.to == worker for send in self.sends.copy().values())
 
     def drop_sends_to(self, worker: int) -> None:
-        """A worker is lost. What was sent to it keeps no graph any more, and no pass waits for its gradients."""
+        """Drop the sends to a lost worker: they keep no graph alive, and no pass waits for their gradients any more."""
         for message_id, send in self.sends.copy().items():
             if send.to == worker:
                 del self.sends[message_id]
 
     def clear(self) -> None:
-        """It has ended: whoever still has it shall not keep the graph, or the gradients, alive."""
+        """Drop the graph and the gradients of an ended context, whatever code may still refer to it."""
         self.sends.clear()
         self.recvs.clear()
         self.gradients = self.before_last_pass = NO_GRADIENTS
 
     def roll_back(self, pass_id: int, parent: int | None = None) -> None:
-        """A pass has failed: no gradient of it stays. ``parent``: who is told why, if it is the part of it here."""
+        """Roll back a failed pass: no gradient of it stays. ``parent`` is the parent of a pass that failed here."""
         self.aborted_passes |= {pass_id}
         if parent is not None:
             self.last_failed = pass_id, parent
@@ -166,46 +165,46 @@ class AutogradContext(msgspec.Struct, eq=False):
 
 
 class Absent(msgspec.Struct, eq=False):
-    """What is remembered of a context that is not here, and has not ended: messages of it may still arrive."""
+    """The data of a context that is not here, and has not ended: messages of it may still arrive."""
 
     last_pass: int = -1
-    """The pass after which this worker was left with nothing of it; -1 if it left with the answer to a call."""
+    """The pass with which this worker left the context; -1 if it left with the reply to a call, or was never in it."""
     told: int = -1
-    """The worker that hears, or has heard, that this one has left."""
+    """The worker that is notified, by a reply, that this one has left; -1 if it was never in the context."""
     clock: int = 0
     failed: frozenset[int] = frozenset()
-    """Passes that have failed, of which news came: what is to begin them may still come."""
+    """The failed passes whose aborts have arrived: the parcels that begin these passes may still arrive."""
     told_early: dict[int, dict[int, bool]] = {}
-    """See `AutogradContext.told_early`. There is one pass at a time."""
+    """See `AutogradContext.told_early`. It has one pass at a time."""
 
 
 class Container:
     """The contexts of one worker."""
 
     new_message_id: Callable[[], int]
-    """Makes an id for a message, which no other worker uses, and never 0."""
+    """Returns an id for a message, which no other worker uses, and never 0."""
     new_pass_id: Callable[[], int]
-    """Makes an id for a backward pass that starts here."""
+    """Returns an id for a backward pass that starts here."""
     _new_id: Callable[[], int]
 
     def __init__(self, worker_id: int = -1) -> None:
         self.contexts: dict[int, AutogradContext] = {}
         self.callable: dict[int, None] = {}
-        """Contexts that calls may be made in: those, and those that were left with an answer. See `rejoin`."""
+        """The contexts that calls may be made in: `contexts`, and those left with the reply to a call. See `rejoin`."""
         self.rejoined: Callable[[AutogradContext], None] = _ignore
-        """Told of a context that this worker had left, and makes a call in again."""
+        """Called with a context that this worker had left, and makes a call in again."""
         self.leaves_unused = True
-        """Whether a context that nothing was recorded in is left with the answer to a call."""
-        # Contexts of other workers. Each table has room of its own, and forgets what was learned first
+        """Whether a context that nothing was recorded in is left with the reply to a call."""
+        # Contexts of other workers. Each table has its own limit, and drops its oldest entries first
         self._ended: OrderedDict[int, None] = OrderedDict()
         self._left: OrderedDict[int, Absent] = OrderedDict()
-        """Those that this worker was left with nothing of."""
+        """The contexts that this worker has left, because nothing of them remained here."""
         self._unknown: OrderedDict[int, Absent] = OrderedDict()
-        """Those that were heard of before any call in them came."""
+        """The contexts of which other messages arrived before any call."""
         self.identify(worker_id)
 
     def identify(self, worker_id: int) -> None:
-        """Begin with the ids of this worker."""
+        """Set the id of this worker, from which all ids that it makes are derived."""
         self.worker_id = worker_id
         first = worker_id << LOCAL_BITS
         self._new_id = count(first).__next__
@@ -213,16 +212,16 @@ class Container:
         self.new_pass_id = count(first).__next__
 
     def new(self) -> AutogradContext:
-        """A context of this worker's own."""
+        """Create a context of this worker's own."""
         context_id = self._new_id()
         context = self.contexts[context_id] = AutogradContext(context_id)
         self.callable[context_id] = None
         return context
 
     def enter(self, context_id: int, caller: int) -> AutogradContext | None:
-        """The context that a message of a worker belongs to; made if it is new here, None if it has ended.
+        """Return the context that a message of a worker belongs to; made if it is new here, None if it has ended.
 
-        Raises `OverloadedError` if there are too many of that worker.
+        Raises `OverloadedError` if that worker has too many contexts here.
         """
         context = self.contexts.get(context_id)
         if context is not None or context_id >> LOCAL_BITS == self.worker_id:
@@ -247,14 +246,15 @@ class Container:
             raise OverloadedError(f"{known} autograd contexts of its calls have not ended yet")
 
     def try_to_leave(self, context: AutogradContext, pass_id: int, told: int) -> bool:
-        """Forget a context, which may be entered again, if this worker has no use for it after a pass.
+        """Forget a context after a pass if this worker has no use for it, and return whether it did.
 
-        ``told`` is who hears of that by the answer that is on its way: the one that engaged this worker. It had no call
-        under way when it did, but one that it has made since may have come before.
+        The context may be entered again.
+        ``told`` is the worker that is notified by the reply: the one that engaged this worker. It had no call in flight
+        when it did, but a call that it has made since may have arrived before.
         """
         me = self.worker_id
         if (
-            # first: a thread that ends a handler adds to the sends before it counts the answer
+            # checked first: a thread that ends a handler adds the send before it counts the reply
             context.handlers_begun != context.handlers_answered
             or context.sends
             or context.gradients
@@ -269,13 +269,13 @@ class Container:
         return True
 
     def try_to_leave_unused(self, context: AutogradContext, told: int) -> bool:
-        """Forget a context if nothing was ever recorded in it here, and nobody but ``told`` knows that it is known.
+        """Forget a context if nothing was ever recorded in it here, and it is shared with no worker but ``told``.
 
-        ``told``, whose calls these were, hears of that by the answer that is on its way.
+        Returns whether it did. ``told``, whose calls these were, is notified by the reply.
         """
         if (
             not self.leaves_unused
-            or context.handlers_begun != context.handlers_answered  # before the sends, as above
+            or context.handlers_begun != context.handlers_answered  # checked before the sends, as above
             or context.sends
             or context.recvs
             or context.calls_made
@@ -299,7 +299,7 @@ class Container:
             self.callable.pop(oldest, None)
 
     def _note_of(self, context_id: int) -> Absent | None:
-        """Where to note news of a context that is not here; None if it has ended, and nothing will come of it."""
+        """Return the record of a context that is not here, made if need be; None if the context has ended."""
         if context_id in self._ended or context_id >> LOCAL_BITS == self.worker_id:
             return None
         note = self._left.get(context_id) or self._unknown.get(context_id)
@@ -310,7 +310,10 @@ class Container:
         return note
 
     def rejoin(self, context_id: int) -> AutogradContext | None:
-        """The context of a task that outlives its handler, if this worker has left it with the answer of that."""
+        """Enter a context again for a task that outlives its handler, if this worker left it with the handler's reply.
+
+        Returns the context; None if this worker has not left it so.
+        """
         left = self._left.get(context_id)
         if left is None or left.last_pass != -1:
             return None
@@ -320,28 +323,31 @@ class Container:
         return context
 
     def has_left(self, context_id: int) -> bool:
-        """Whether this worker was left with nothing of a context."""
+        """Whether this worker has left a context, because nothing of it remained here."""
         return context_id in self._left
 
     def has_told_that_it_left(self, context_id: int, pass_id: int, told: int) -> bool:
-        """Whether it was in that pass, and that worker hears of it, or has."""
+        """Whether this worker has left a context with that pass, by a reply to worker ``told``."""
         left = self._left.get(context_id)
         return left is not None and (left.last_pass, left.told) == (pass_id, told)
 
     def fail_early(self, context_id: int, pass_id: int) -> None:
-        """A pass has failed, of a context that is not known here: what is to begin it may still come."""
+        """Record a failed pass of a context that is not known here: the parcel that begins it may still arrive."""
         if (note := self._note_of(context_id)) is not None:
             note.failed |= {pass_id}
 
     def tell_early(self, context_id: int, pass_id: int, told: int, *, has_announced: bool) -> None:
-        """A worker is told that nothing is live here, of an unknown context: a call may have been overtaken."""
+        """Record that a worker gets `NOTHING_LIVE` for a context not known here: a call may have been overtaken.
+
+        ``has_announced``: the worker has sent a first parcel.
+        """
         if (note := self._note_of(context_id)) is not None:
             by_worker = note.told_early.get(pass_id, {})
             by_worker[told] = has_announced or by_worker.get(told, False)
             note.told_early = {pass_id: by_worker}
 
     def find(self, context_id: int) -> AutogradContext:
-        """A context by its id. Raises `AutogradError` if it is not known here."""
+        """Return a context by its id. Raises `AutogradError` if it is not known here."""
         context = self.contexts.get(context_id)
         if context is None:
             raise AutogradError(
@@ -351,9 +357,9 @@ class Container:
         return context
 
     def remove(self, context_id: int) -> AutogradContext | None:
-        """End a context here, once and for all; None if it is not known."""
+        """End a context here, once and for all, and return it; None if it is not known."""
         self.callable.pop(context_id, None)
-        if context_id >> LOCAL_BITS != self.worker_id:  # of its own no message brings one to life
+        if context_id >> LOCAL_BITS != self.worker_id:  # no message brings back a context that this worker created
             self._ended[context_id] = None
             if len(self._ended) > _TOMBSTONES:
                 self._ended.popitem(last=False)
@@ -363,4 +369,4 @@ class Container:
 
 
 def _ignore(_: AutogradContext) -> None:
-    """Nobody has asked to hear of it."""
+    """The default callback: does nothing."""

@@ -1,4 +1,4 @@
-"""Why a backward pass failed, told so that people find the node: on which worker, and where its forward ran."""
+"""The errors of failed backward passes, which help to find the node: its worker, and where its forward ran."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ from arpc.user_errors import is_a, set_cause, summary_of, text_of, traceback_of
 
 __all__ = ["node_failure", "peer_failure"]
 
-# What torch calls the node in its own errors
+# The name of the node in torch's own errors
 _NAMED: Final = re.compile(r"Function '?(\w+Backward\w*)'?")
 
 
 def node_failure(error: BaseException, worker: WorkerInfo, context_id: int, last_begun: Any) -> Exception:
-    """The error of a pass for something that was raised while its nodes ran.
+    """Return the error of a pass for an exception that was raised while its nodes ran.
 
-    ``last_begun``: the node that ran, if that is known; it is in anomaly mode.
+    ``last_begun``: the node that ran, which is known in anomaly mode; else None.
     """
     if is_a(error, ArpcError):
         return error  # type: ignore[return-value]  # it is one of ours
     name = stack = ""
-    with suppress(BaseException):  # what is in the frames of a user, and what it says of itself, is the user's
+    with suppress(BaseException):  # objects in a user's frames are the user's, and may raise anything
         node = last_begun if last_begun is not None else _node_in(traceback_of(error))
         name = str(node.name()) if node is not None else _name_in(error)
         stack = _forward_stack(node)
@@ -50,10 +50,10 @@ def node_failure(error: BaseException, worker: WorkerInfo, context_id: int, last
 
 
 def peer_failure(error: BaseException, me: int, context_id: int, peer: str) -> BaseException:
-    """Why a parcel was not answered by a peer, as the failure of a pass on worker ``me``."""
+    """Return the failure of a pass on worker ``me`` whose parcel a peer has not answered."""
     what = f"the backward pass of autograd context {context_id}"
     made: Exception
-    if isinstance(error, BackwardError):  # what comes from a peer can be asked
+    if isinstance(error, BackwardError):  # errors of peers are safe to inspect
         error.path = (me, *error.path)
         return error
     if text_of(error).startswith(what):
@@ -73,7 +73,7 @@ def peer_failure(error: BaseException, me: int, context_id: int, peer: str) -> B
 
 
 def _node_in(trace: TracebackType | None) -> Any:
-    """The node whose ``backward``, written in Python, raised: its first argument is the node itself."""
+    """Return the node whose ``backward``, written in Python, raised: its first argument is the node itself."""
     found: Any = None
     while trace is not None:
         code = trace.tb_frame.f_code
@@ -91,6 +91,6 @@ def _name_in(error: BaseException) -> str:
 
 
 def _forward_stack(node: Any) -> str:
-    """Torch keeps it with the node if anomaly mode was on when the node was made."""
+    """Return the stack of a node's forward. Torch keeps it only if anomaly mode was on when the node was made."""
     metadata = getattr(node, "metadata", None) or {}
     return "".join(metadata.get("traceback_", ()))

@@ -1,7 +1,8 @@
-"""The end of contexts: on every worker they touched, and also when the one that made them is lost.
+"""The end of contexts: on every worker that they reached, and also when their creator is lost.
 
-A release goes from worker to worker: each forgets the context first and then tells those it knows, so it ends however
-they know each other. A worker that lost touch with another asks the creators of its contexts whether they still are.
+A release goes from worker to worker: each forgets the context first and then notifies the workers that it knows, so the
+release ends even if they know each other in circles. A worker that loses a connection asks the creators of its contexts
+whether these still exist.
 """
 
 from __future__ import annotations
@@ -28,24 +29,24 @@ logger = get_logger("arpc.autograd")
 _T = TypeVar("_T")
 
 _RELEASE_S: Final = 5.0
-"""How long leaving a context waits for the workers it touched. They are told again after that, too."""
+"""How long the end of a context waits for the workers that it reached. Retries continue after that."""
 _ATTEMPT: Final = 10
-"""How long one attempt may take, in units of the backoff."""
+"""The timeout of one attempt, in units of the backoff."""
 _BACKOFF_FACTOR: Final = 1.5
 
 
 class Lifetimes:
-    """Ends the contexts of one worker, and hears of the end of those of others."""
+    """Ends the contexts of one worker, and handles the end of those that other workers created."""
 
     def __init__(self, container: Container, options: RpcOptions, context: Context) -> None:
         self._container = container
         self._options = options
         self._context = context
         self.attempt_s = min(_RELEASE_S, _ATTEMPT * options.control_backoff)
-        """How long one attempt to tell somebody something may take."""
+        """The timeout of one attempt to deliver a message, in seconds."""
         self._tasks: set[asyncio.Task[Any]] = set()
         self._doubtful: dict[int, asyncio.Task[None]] = {}
-        """By the id of the worker that is lost: another may have its name by now."""
+        """The tasks of `_resolve_doubt`, by the id of the lost worker: another may have its name by now."""
         self._is_closed = False
         self.agent: Agent
 
@@ -61,7 +62,7 @@ class Lifetimes:
         return future
 
     def notify(self, message: type[Message], to: int | str, args: tuple[Any, ...]) -> asyncio.Future[Any]:
-        """Send a message that nobody need wait for: an error that nobody looks at is no harm. See `request`."""
+        """Send a message whose future need not be awaited: its error counts as retrieved. See `request`."""
         future = self.request(message, to, args, self.attempt_s)
         future.add_done_callback(_look_at)
         return future
@@ -74,13 +75,13 @@ class Lifetimes:
         args: tuple[Any, ...],
         is_moot: Callable[[], bool] = lambda: False,
     ) -> bool:
-        """Send a message again until a worker has heard it, or it makes no sense; whether that is so in the end.
+        """Retry a message until a worker has acknowledged it, or retries are pointless; return whether that is so.
 
-        ``attempt`` is that under way, or the last one. ``is_moot`` says that it is for nobody any more.
+        ``attempt`` is the future of the latest attempt. ``is_moot`` returns True once the message is not needed.
         """
         backoff_s = self._options.control_backoff
         delays = [backoff_s * _BACKOFF_FACTOR**number for number in range(self._options.control_retries)]
-        # a connection that broke may be there again at once
+        # a broken connection may be restored at once
         for delay_s in (0.0, *delays):
             await asyncio.wait([attempt])
             if _is_settled(attempt) or is_moot():
@@ -93,28 +94,28 @@ class Lifetimes:
     # -- the end of a context
 
     async def release(self, context_id: int) -> None:
-        """Forget a context here and wherever it is known. Returns once that is done, or after a bounded time.
+        """Forget a context here and on all workers that know it. Returns once that is done, or after a bounded time.
 
-        Whoever is cancelled meanwhile need not wait: the others are told all the same.
+        If the caller is cancelled meanwhile, the other workers are notified all the same.
         """
         if others := self.end(context_id):
             await self.tell_all(others, context_id)
 
     def end(self, context_id: int) -> Collection[int]:
-        """Forget a context here; returns who else has to, by `tell_all`."""
+        """Forget a context here; return the ids of the other workers that have to, for `tell_all`."""
         context = self.forget(context_id)
         if context is None or not context.known_workers:
             return ()
         return context.known_workers.keys() - {self._container.worker_id}
 
     def release_nowait(self, context_id: int) -> None:
-        """Forget a context here now, and tell the others later. Raises `AutogradError` if it is not known here."""
+        """Forget a context here now, and notify the others later. Raises `AutogradError` if it is not known here."""
         self._container.find(context_id)
         if others := self.end(context_id):
             self.own(self.tell_all(others, context_id))
 
     async def tell_all(self, workers: Iterable[int], context_id: int) -> None:
-        """Let workers forget a context. Returns once they have, or after a bounded time; see `release`."""
+        """Notify workers of the end of a context. Returns once they have acknowledged, or after a bounded time."""
         told = {to: self._tell(to, context_id) for to in workers}
         again: list[asyncio.Task[None]] = []
         try:
@@ -128,12 +129,12 @@ class Lifetimes:
                     for to, future in told.items()
                     if not _is_settled(future)
                 ]
-        # one that is lost is told when it comes back, if ever
+        # not for a lost worker, which is notified when it comes back, if ever
         if again and any(isinstance(future.exception(), RpcTimeoutError) for future in told.values()):
             await asyncio.wait(again, timeout=_RELEASE_S)
 
     def forget(self, context_id: int) -> AutogradContext | None:
-        """End a context here."""
+        """End a context here, and fail its pass. Returns the context; None if it is not known here."""
         context = self._container.remove(context_id)
         if context is None:
             return None
@@ -152,19 +153,19 @@ class Lifetimes:
             logger.info("worker %d did not hear of the end of autograd context %d", to, context_id)
 
     def on_release(self, context_id: int, teller: int) -> Coroutine[Any, Any, None] | None:
-        """Handler: a context has ended, says a worker."""
+        """Handle the release of a context by another worker, and forward it."""
         context = self.forget(context_id)
         if context is None:
             return None
         others = context.known_workers.keys() - {self._container.worker_id, teller}
         if not others:
             return None
-        # Not in the handler, which may be cancelled before its first step: nobody else knows of these workers any more
+        # Not in the handler, which may be cancelled before its first step: only this call still has these workers
         telling = self.own(self.tell_all(others, context_id))
         return _wait_for(telling)
 
     def rejoined(self, context: AutogradContext) -> None:
-        """This worker had left a context and has entered it again by itself: its creator does not know, and is told."""
+        """Notify the creator of a context that this worker had left, and has entered again on its own."""
         context.known_workers.setdefault(context.creator, 0)
         self.own(self._tell_creator(context))
 
@@ -173,9 +174,9 @@ class Lifetimes:
             try:
                 ended = await self.request(AutogradQuery, context.creator, ([context.id],), self.attempt_s)
             except RpcTimeoutError:
-                continue  # it is there, and busy
+                continue  # the creator is alive, but busy
             except (ArpcError, OSError):
-                return  # a creator that is lost is taken care of in its own way
+                return  # a lost creator is handled by `peer_disconnected`
             if ended:
                 await self.release(context.id)
             return
@@ -183,12 +184,12 @@ class Lifetimes:
     # -- workers that are lost
 
     async def on_query(self, context_ids: list[int]) -> list[int]:
-        """Handler: those of these contexts, of this worker, that are not any more."""
+        """Return those of these contexts, created by this worker, that do not exist any more."""
         scope = current_scope.get()
         caller = scope.caller if scope is not None else None
         contexts = self._container.contexts
         if caller is not None:
-            # who asks may have heard of it by way of a worker that is lost, and could not be told of its end by that
+            # the caller may have the context from a lost worker, which could not forward its release
             for context in filter(None, map(contexts.get, context_ids)):
                 context.known_workers.setdefault(caller.id, 0)
         return [context_id for context_id in context_ids if context_id not in contexts]
@@ -203,31 +204,31 @@ class Lifetimes:
             doubt.add_done_callback(lambda _: self._doubtful.pop(peer.id, None))
 
     def _depends_on(self, context: AutogradContext, peer: WorkerInfo) -> bool:
-        """Whether it takes this peer to hear of the end of a context."""
+        """Whether this worker may depend on a peer to be notified of the end of a context."""
         is_mine = context.creator == self._container.worker_id
         return not is_mine and (context.creator == peer.id or peer.id in context.known_workers)
 
     async def _resolve_doubt(self, peer: WorkerInfo, grace_s: float) -> None:
-        """A peer was lost: ask the creators of the contexts that came by way of it, once it had time to come back."""
+        """Ask the creators of the contexts that came through a lost peer, once it has had time to come back."""
         await asyncio.sleep(grace_s)
         if not await self._is_there(peer):
-            # gradients for what was sent to it will never come
+            # gradients for messages to it will never arrive
             for context in self._container.contexts.values():
                 context.drop_sends_to(peer.id)
-        while not await self._ask_creators(peer):  # noqa: ASYNC110 - it asks others, who set no event here
+        while not await self._ask_creators(peer):  # noqa: ASYNC110 - it asks other workers, which set no event here
             await asyncio.sleep(self.attempt_s)
 
     async def _is_there(self, peer: WorkerInfo) -> bool:
         try:
             await self.request(AutogradQuery, peer.id, ([],), self.attempt_s)
         except RpcTimeoutError:
-            return True  # and busy
+            return True  # alive, but busy
         except (ArpcError, OSError):
             return False
         return True
 
     async def _ask_creators(self, peer: WorkerInfo) -> bool:
-        """Drop what has ended of the contexts that came by way of a peer; whether all creators have answered."""
+        """Drop the ended ones of the contexts that came through a peer; return whether all creators have answered."""
         have_answered = True
         doubtful: dict[int, list[int]] = {}
         for context in self._container.contexts.values():
@@ -237,7 +238,7 @@ class Lifetimes:
             try:
                 ended = await self.request(AutogradQuery, creator, (context_ids,), self.attempt_s)
             except RpcTimeoutError:
-                have_answered = False  # it is there, and busy
+                have_answered = False  # the creator is alive, but busy
                 continue
             except (ArpcError, OSError):
                 ended = context_ids
@@ -250,14 +251,14 @@ class Lifetimes:
     # -- tasks
 
     def own(self, coroutine: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
-        """Run something in no context, and within no handler's deadline, until there is nobody to tell any more."""
+        """Start a task in no autograd context, and within no handler's deadline. `close` cancels it."""
         task = self._context.copy().run(self.agent.loop.create_task, coroutine)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
     def close(self) -> None:
-        """Tell nobody any more."""
+        """Cancel all tasks: no worker is notified from now on."""
         self._is_closed = True
         for task in self._tasks:
             task.cancel()
@@ -274,7 +275,7 @@ def _look_at(future: asyncio.Future[Any]) -> None:
 
 
 def _is_settled(attempt: asyncio.Future[Any]) -> bool:
-    """Whether there is no point in telling the same again."""
+    """Whether a retry is pointless: the message was acknowledged or refused, or its receiver is gone."""
     if not attempt.done() or attempt.cancelled():
         return False
     error = attempt.exception()

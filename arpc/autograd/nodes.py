@@ -1,6 +1,6 @@
 """The two nodes at which a graph is cut: a send node where tensors left this worker, a recv node where they came in.
 
-They carry the names that torch gives them, since people know these from graphs and profiles.
+They have the names that torch gives to its own, which users know from graphs and profiles.
 """
 
 from __future__ import annotations
@@ -41,33 +41,33 @@ edge_into: Final[Callable[[tuple[Any, int, None]], GradientEdge]] = partial(tupl
 """A `GradientEdge` of a node, the number of one of its inputs, and None. Its own constructor takes twice as long."""
 
 ANCHOR: Final = torch.empty(0, requires_grad=True)
-"""A leaf below every recv node: the engine executes recv nodes if it is asked for this gradient, which never comes."""
+"""A leaf below every recv node: the engine executes recv nodes if asked for its gradient, which never arrives."""
 SCALAR: Final = torch.zeros(())
 """The first input of every send node, and a gradient for it."""
 
 
 class RecvRecord(msgspec.Struct, eq=False):
-    """What a recv node knows: the message its tensors came with, and the worker that gets their gradients."""
+    """The data of a recv node: the message that its tensors came with, and the worker that gets their gradients."""
 
     message_id: int
     sender: int
     """The id of the worker that sent the message."""
     count: int
-    """How many tensors came with it that require grad."""
+    """The number of tensors in the message that require grad."""
     stamp: int = 0
     """The clock of the sender when it sent the message."""
     deliver: Callable[[Any, Sequence[Tensor | None]], None] | None = None
-    """Takes the node and its gradients when the engine executes it; set only while a pass does that."""
+    """Takes the node and its gradients when the engine executes the node; set only while a pass does that."""
     spent_by: int | None = None
-    """The pass that went through here and freed the graph."""
+    """The pass that went through the node and freed the graph."""
     is_hooked: bool = False
-    """A hook was registered at the node or at one of its tensors: the node must see whole gradients, and execute."""
+    """Whether a hook was registered at the node or one of its tensors: the node must execute, with whole gradients."""
     tensors: Sequence[ref[Tensor]] = ()
-    """The tensors that came with it, as long as somebody has them."""
+    """Weak references to the tensors that came with the message."""
 
     @property
     def retains_grad(self) -> bool:
-        """Whether `torch.Tensor.retain_grad` was called for one of its tensors, which torch's engine has to see to."""
+        """Whether `torch.Tensor.retain_grad` was called for one of its tensors: only torch's engine can apply it."""
         for reference in self.tensors:
             tensor = reference()
             if tensor is not None and tensor.retains_grad:
@@ -99,10 +99,10 @@ _delayed_errors: Final = tuple(_delayed_error("a send node was run", 1 + count) 
 
 
 def attach_send(tensors: Sequence[Tensor]) -> Any:
-    """Make a node whose edges, but for the first, lead to the nodes that the tensors came from.
+    """Make a node whose edges, except the first, lead to the nodes that the tensors came from.
 
-    Its first input is `SCALAR`. It keeps no memory of the tensors, and in-place changes of them afterwards do not
-    change where their gradients go. Grad mode must be on.
+    Its first input is `SCALAR`. It does not keep the memory of the tensors alive, and later in-place changes of them do
+    not change where their gradients go. Grad mode must be on.
     """
     count = len(tensors)
     if not _PLAIN.issuperset(map(type, tensors)):
@@ -116,7 +116,7 @@ def attach_send(tensors: Sequence[Tensor]) -> Any:
 
 def _recv_forward(ctx: Any, _: Tensor, received: tuple[Any, ...]) -> tuple[Tensor, ...]:
     ctx.record = received[0]
-    ctx.materialize_grads = False  # as in local autograd: no gradient is None, and not zeros
+    ctx.materialize_grads = False  # as in local autograd: a missing gradient is None, not zeros
     # The tensors come in a tuple, or torch would copy them; the record is in it, since other arguments take longer
     return received[1:]
 
@@ -142,7 +142,7 @@ RecvNode: Final[type] = _RecvRpc._backward_cls  # noqa: SLF001 - the class of th
 
 
 def _noting(register: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """Wrap a method of recv nodes that registers hooks: torch cannot tell afterwards whether there are some."""
+    """Wrap a method of recv nodes that registers hooks, to record that: torch cannot list them afterwards."""
 
     def noting(node: Any, hook: Any) -> Any:
         node.record.is_hooked = True
@@ -175,7 +175,7 @@ class RecvCollector:
 
     def __init__(self, records: Sequence[RecvRecord]) -> None:
         self.captured: list[tuple[tuple[Any, int], Tensor]] = []
-        """By node and number of the tensor."""
+        """The gradients, each with its node and the number of its tensor."""
         self._records = records
         for record in records:
             record.deliver = self._deliver
@@ -186,13 +186,13 @@ class RecvCollector:
                 self.captured.append(((node, place), gradient))
 
     def close(self) -> None:
-        """Take no more: torch's own backward() raises again if it comes to one of the nodes."""
+        """Take no more gradients: torch's own backward() raises again if it reaches one of the nodes."""
         for record in self._records:
             record.deliver = None
 
 
 def _node_of(output: Tensor) -> Any:
-    """The node that made a tensor. Up to torch 2.10 at least, it loses its edges when its output is gone: keep that."""
+    """Return the node that made a tensor. Up to torch 2.10 at least, it loses its edges with its output: keep that."""
     node: Any = output.grad_fn
     if _NEEDS_OUTPUT:
         node.output = output
@@ -211,4 +211,4 @@ def _needs_output() -> bool:
 _NEEDS_OUTPUT: Final = _needs_output()
 
 LeafNode: Final[type] = type(attach_send([ANCHOR]).next_functions[1][0])
-"""The class of the nodes where leaves are; their ``variable`` is the tensor."""
+"""The class of the nodes of leaves; their ``variable`` is the tensor."""

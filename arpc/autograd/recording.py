@@ -1,7 +1,7 @@
-"""Notes which tensors leave and enter this worker in a context, and so where its graph is cut.
+"""Records which tensors leave and enter this worker in a context, and so where its graph is cut.
 
-A call is recorded if a context is active and grad mode is on. Its context goes with it even if no argument requires
-grad, because its result may; except for a builtin operator, which makes nothing that requires grad out of nothing.
+A call is recorded if a context is active and grad mode is on. The context is sent with it even if no argument requires
+grad, because the result may; except for a builtin operator, whose result requires grad only if an argument does.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from struct import Struct
-from struct import error as StructError  # noqa: N812 - a class, whatever it is called
+from struct import error as StructError  # noqa: N812 - a class, in spite of its name
 from types import BuiltinFunctionType
 from typing import Any, Final
 
@@ -40,10 +40,10 @@ _requires_grad = attrgetter("requires_grad")
 
 
 class Recorder(Interceptor):
-    """The interceptor that does it. It adds to a message the ids of the context and of the message, and the clock.
+    """The interceptor that records. It adds to a message the ids of the context and of the message, and the clock.
 
-    A message id of 0 means that nothing was recorded. In an answer the clock is then the number of calls after which
-    this worker has left the context, since nothing ever was; or 0 if it has not.
+    A message id of 0 means that nothing was recorded. In a reply the clock is then the number of calls after which this
+    worker has left the context, because nothing was ever recorded in it; or 0 if it has not left.
     """
 
     key = "grad"
@@ -54,7 +54,7 @@ class Recorder(Interceptor):
         self._policy = policy
         self._contexts = container.contexts
         self.occasions = container.callable
-        """Calls are looked at only while there are contexts."""
+        """The contexts in which calls may be made: without any, no call is looked at."""
 
     def request_sent(self, peer: WorkerInfo, function: Any, slots: list[Slot], is_stream: bool = False) -> bytes | None:
         context_id = _current()
@@ -62,7 +62,7 @@ class Recorder(Interceptor):
             return None
         context = self._contexts.get(context_id) or self._container.rejoin(context_id)
         if context is None:
-            return None  # it has ended, and this code outlives it
+            return None  # the context has ended, and this code outlives it
         to = peer.id
         ids = self._record_send(context, to, slots) if slots else None
         if ids is None:
@@ -81,7 +81,7 @@ class Recorder(Interceptor):
             self._policy.check_message(peer, AutogradGradients)
         context = self._container.enter(context_id, peer.id)
         if context is None:
-            return  # it ended while the call was on its way
+            return  # the context ended while the call was in flight
         _set_current(context_id)
         context.known_workers.setdefault(peer.id, 0)
         context.handlers_begun += 1
@@ -96,7 +96,7 @@ class Recorder(Interceptor):
         if context is None:
             return None
         run: Any = _current_scope()
-        answered = 0 if run.__class__ is Run and run.is_stream else 1  # an item does not answer a stream
+        answered = 0 if run.__class__ is Run and run.is_stream else 1  # items do not count as the answer to a stream
         if slots and (ids := self._record_send(context, peer.id, slots, answered)) is not None:
             return ids
         with context.lock:
@@ -105,7 +105,7 @@ class Recorder(Interceptor):
         return _pack_ids(context_id, 0, context.handlers_begun if has_left else 0)
 
     def reply_sent_in_thread(self, peer: WorkerInfo, meta: bytes, slots: list[Slot]) -> bytes | None:
-        # Without tensors that require grad this worker may leave the context, which belongs to the loop
+        # Without tensors that require grad this worker may leave the context, which only the loop may do
         context = self._contexts.get(_checked(meta)[0])
         return self._record_send(context, peer.id, slots, answered=1) if context is not None and slots else None
 
@@ -121,7 +121,7 @@ class Recorder(Interceptor):
             context.worker_left(peer.id, stamp)
 
     def _record_send(self, context: AutogradContext, to: int, slots: list[Slot], answered: int = 0) -> bytes | None:
-        """Record the tensors of a message that require grad; returns what goes with it, None if there are none."""
+        """Record the tensors of a message that require grad; return its metadata, None if there are no such tensors."""
         tensors = _tensors_requiring_grad(slots)
         if not tensors:
             return None
@@ -136,7 +136,7 @@ class Recorder(Interceptor):
     def _record_recv(
         self, context: AutogradContext, sender: int, message_id: int, stamp: int, slots: list[Any]
     ) -> None:
-        context.receive_stamp(stamp)  # before anybody can use the tensors
+        context.receive_stamp(stamp)  # before any code can use the tensors
         tensors = _tensors_requiring_grad(slots)
         if not tensors:
             raise ProtocolError("gradients were announced for a message without tensors that require grad")
@@ -152,7 +152,7 @@ class Recorder(Interceptor):
 def _tensors_requiring_grad(slots: Sequence[Any]) -> list[Any]:
     try:
         return list(filter(_requires_grad, slots))
-    except AttributeError:  # there is other memory, too
+    except AttributeError:  # some slots are other memory
         return [slot for slot in slots if isinstance(slot, Tensor) and slot.requires_grad]
 
 

@@ -1,4 +1,4 @@
-"""Distributed autograd of one worker, as the agent meets it: an interceptor, handlers, and an ear for lost workers."""
+"""Distributed autograd of one worker, as the agent uses it: an interceptor, handlers, and a watcher of lost workers."""
 
 from __future__ import annotations
 
@@ -54,13 +54,13 @@ __all__ = ["AutogradService"]
 _AnswerOfHandler: TypeAlias = "PackedParcel | Coroutine[Any, Any, Any] | None"
 
 _ABORT_S: Final = 5.0
-"""How long a pass that has failed waits for the others to hear of it."""
+"""How long a failed pass waits for the other workers to acknowledge the abort."""
 _REASON_S: Final = 1.0
-"""How long a worker that hears so from one that did not begin the pass waits to hear why."""
+"""How long a worker waits for the reason of a failure, if the abort came from a worker that did not begin the pass."""
 
 
 class AutogradService(PeerWatcher):
-    """The contexts of one worker, what is recorded in them, and the passes over them."""
+    """The contexts of one worker, the messages recorded in them, and the passes over them."""
 
     def __init__(
         self, options: RpcOptions, context: Context, rrefs: RRefContext, policy: Policy = UNRESTRICTED
@@ -73,7 +73,7 @@ class AutogradService(PeerWatcher):
         self.threads: ThreadPool
         self.run_policy = RunPolicy()
         self.has_accumulate_hooks: Callable[[Any, Any], bool] = has_accumulate_hooks
-        """Of the node of a leaf, and the leaf: whether torch is to accumulate its gradients, with all hooks."""
+        """Returns, for a leaf's node and the leaf, whether torch must accumulate its gradients, to run all hooks."""
         self.passes_begun = 0
         self._agent: Agent
         self._options = options
@@ -91,41 +91,41 @@ class AutogradService(PeerWatcher):
         }
 
     def attach(self, agent: Agent) -> None:
-        """The agent that messages go through. It was made with this service's handlers, so it comes later."""
+        """Set the agent that sends messages. It is made with this service's handlers, so it comes later."""
         self._agent = agent
         self.lifetimes.agent = agent
         self._rrefs.backward = self.backward_from
-        # not those of the executor: they may all be taken by functions that wait for a backward pass
+        # not the threads of handlers: all of them may be taken by functions that wait for a backward pass
         self.threads = ThreadPool(agent.loop, self._options.num_worker_threads, f"{agent.info.name}-autograd")
 
     def identify(self, info: WorkerInfo) -> None:
-        """The group has given this worker its id."""
+        """Set the id that the group has given this worker."""
         self.info = info
         self.container.identify(info.id)
 
-    # -- told by the agent
+    # -- events from the agent
 
     def peer_connected(self, peer: WorkerInfo) -> None:
-        """Nothing changes: whether a context still is, is asked and not guessed."""
+        """Do nothing: a connection does not show whether a context still exists; its creator is asked."""
 
     def peer_disconnected(self, peer: WorkerInfo, *, has_left: bool) -> None:
-        # passes need not be told: a parcel that is not answered fails them, and so does the loss of their parent
+        # passes need not be notified: an unanswered parcel fails them, and so does the loss of their parent
         self.lifetimes.peer_disconnected(peer, has_left=has_left)
 
     def wants(self, peer: WorkerInfo) -> bool:
-        return False  # the creators of contexts are asked, whoever it was that is lost
+        return False  # the creators of contexts are asked, whichever worker is lost
 
     def peer_lost(self, peer: WorkerInfo, reason: str) -> None:
-        # it may have been replaced by another of its name before its connection was seen to break
+        # it may have been replaced under its name before its connection was seen to break
         self.lifetimes.peer_disconnected(peer, has_left=True)
 
     def peer_forgotten(self, peer: WorkerInfo) -> None:
-        """Nothing is kept of it: contexts go by ids, which no other worker gets."""
+        """Do nothing: contexts refer to workers by id, and no other worker gets the id."""
 
-    # -- for people
+    # -- for users
 
     def gradients(self, context_id: int) -> dict[Tensor, Tensor]:
-        """What has been accumulated on this worker in a context."""
+        """Return the gradients accumulated in a context on this worker. Raises `AutogradError` if it is unknown."""
         if self.container.has_left(context_id):
             return {}
         return dict(self.container.find(context_id).gradients)
@@ -141,7 +141,7 @@ class AutogradService(PeerWatcher):
     ) -> None:
         """Run a pass from the roots, over all workers that they depend on.
 
-        ``threads``: where nodes of this worker run that do not run on the loop.
+        ``threads`` run the nodes of this worker that do not run on the loop.
         """
         context = self.container.find(context_id)
         deadline = self._deadline(timeout)
@@ -160,7 +160,7 @@ class AutogradService(PeerWatcher):
         except BaseException as error:
             if is_a(error, asyncio.CancelledError):
                 started.cancel()
-            # also if this task is cancelled: the next pass must not meet this one, nor its gradients, anywhere
+            # also if this task is cancelled: the next pass must not find this one, or its gradients, on any worker
             if started.abort_told is not None:
                 await asyncio.wait([started.abort_told], timeout=_ABORT_S)
             raise
@@ -173,7 +173,10 @@ class AutogradService(PeerWatcher):
         timeout: float | Unset = UNSET,
         threads: Threads | None = None,
     ) -> None:
-        """Run a pass from the value of an RRef, on its owner. ``threads`` is that of `backward`, for an own value."""
+        """Run a pass from the value of an RRef, on its owner.
+
+        ``threads`` are as in `backward`, and used if this worker is the owner.
+        """
         deadline = self._deadline(timeout)
         if rref.is_owner():
             try:
@@ -189,7 +192,7 @@ class AutogradService(PeerWatcher):
         context = self.container.find(context_id)
         owner = rref.owner().id
         context.known_workers[owner] = context.known_workers.get(owner, 0) + 1
-        context.calls_made += 1  # it brings the context to the owner as a call does, which may be leaving it
+        context.calls_made += 1  # like a call, it brings the context to the owner, which may be leaving it
         pass_id = self.container.new_pass_id()
         failed = sorted(context.aborted_passes)
         args = (*rref.target(), context_id, pass_id, retain_graph, failed)
@@ -197,7 +200,7 @@ class AutogradService(PeerWatcher):
         try:
             await self.lifetimes.request(AutogradBackward, address_of(rref.owner()), args, timeout_s)
         except (WorkerLostError, RpcTimeoutError, asyncio.CancelledError):
-            # who began the pass tells the others if it fails: that was the owner, which is lost or may have succeeded
+            # the owner began the pass and would abort it if it failed, but is lost, or may have succeeded
             context.roll_back(pass_id)
             if (told := self.abort(context, pass_id)) is not None:
                 await asyncio.wait([told], timeout=_ABORT_S)
@@ -221,7 +224,7 @@ class AutogradService(PeerWatcher):
             await self.backward(context_id, [value], retain_graph, timeout, threads, pass_id)
 
     def _deadline(self, timeout: float | Unset) -> float | None:
-        """When a pass has to be over."""
+        """Return the time by which a pass has to be over; None for no limit. Raises ValueError for a bad timeout."""
         timeout_s = self._options.rpc_timeout if isinstance(timeout, Unset) else timeout
         if not timeout_s >= 0:
             raise ValueError(f"a timeout is 0 (none) or more seconds, not {timeout!r}")
@@ -232,7 +235,7 @@ class AutogradService(PeerWatcher):
         return inherited if own is None else min(own, inherited)
 
     def _is_under_way(self, context: AutogradContext) -> AutogradError:
-        """Why a pass cannot begin here."""
+        """Return the error of a pass that begins while another one of its context is under way."""
         return AutogradError(
             f"a backward pass of autograd context {context.id} is under way already, on worker "
             f"{self.info.name!r}: await it before the next one, or use a context for each"
@@ -241,7 +244,7 @@ class AutogradService(PeerWatcher):
     # -- for passes
 
     def send(self, backward_pass: BackwardPass, to: int, parcel: Parcel) -> Future[Any]:
-        """Send a parcel. The parcel that comes with the answer is the result."""
+        """Send a parcel. The result of the future is the packed parcel that the reply carries, None if it has none."""
         agent, deadline = self._agent, backward_pass.deadline
         timeout_s = 0.0 if deadline is None else max(0.001, deadline - agent.loop.time())
         packed = pack_parcel(parcel, backward_pass.heading)
@@ -253,7 +256,10 @@ class AutogradService(PeerWatcher):
         return answer
 
     def abort(self, context: AutogradContext, pass_id: int, but: int | None = None) -> asyncio.Future[Any] | None:
-        """Tell all who know a context that a pass has failed; the future is done when they have heard."""
+        """Notify all workers of a context, except ``but``, that a pass has failed; None if there are none.
+
+        The future is done when all have acknowledged, or further retries are pointless.
+        """
         context.aborts_told |= {pass_id}
         others = context.known_workers.keys() - {self.info.id, but}
         return self.aborts.tell(context, pass_id, others) if others else None
@@ -282,7 +288,7 @@ class AutogradService(PeerWatcher):
             self._take_back(context, heading.failed)
         if pass_id in context.aborted_passes:
             if context.last_failed == (pass_id, caller):
-                return None  # why it failed is on its way there, and this would hide it
+                return None  # the reason is in flight to the caller, and this error would hide it
             raise AutogradError(f"the backward pass {pass_id} of autograd context {context_id} has failed")
         active: BackwardPass | None = context.active_pass
         if active is not None:
@@ -290,11 +296,11 @@ class AutogradService(PeerWatcher):
                 raise self._is_under_way(context)
             riding = active.receive(caller, parcel, is_engaging=False)
             if active.failure is not None:
-                raise fresh(active.failure)  # the parent is told as well
+                raise fresh(active.failure)  # the parent gets it as well
             return None if riding is None else pack_parcel(riding)
         if pass_id == context.last_pass:
-            # All that was live has been answered for. But the news of that may be on its way to a worker that was
-            # written to, and this would be there first.
+            # All that was live is resolved. But gradients may be in flight to a worker that got a first parcel, and
+            # this reply could overtake them.
             return None if caller in context.last_announced_to else pack_parcel(NOTHING_LIVE)
         self.passes_begun += 1
         exchanged = context.told_early.get(pass_id)
@@ -304,18 +310,18 @@ class AutogradService(PeerWatcher):
         return self._answer_of(engaged) if engaged.is_over else self._wait_for_answer(engaged, caller)
 
     def _answer_of_stranger(self, caller: int, parcel: Parcel, heading: PassHeading) -> PackedParcel | None:
-        """Answer a parcel of a context that is not known here."""
+        """Return the reply to a parcel of a context unknown here. Raises `AutogradError` if it has gradients."""
         context_id, pass_id = heading.context_id, heading.pass_id
         if parcel.gradients:
-            self.container.find(context_id)  # which raises
+            self.container.find(context_id)  # raises
         if self.container.has_told_that_it_left(context_id, pass_id, caller):
-            return None  # the answer on its way says so, and this would be there first
-        # what was sent to here has not come, or nobody wants it any more
+            return None  # the reply in flight says so, and this one could overtake it
+        # the messages of the context have not arrived here, or the context has ended
         self.container.tell_early(context_id, pass_id, caller, has_announced=parcel.is_first)
         return pack_parcel(NOTHING_LIVE)
 
     def _take_back(self, context: AutogradContext, failed: Sequence[int]) -> None:
-        """Forget passes that have failed: the news of that may come after a parcel of a later pass."""
+        """Roll back passes that have failed. Their aborts may arrive after a parcel of a later pass."""
         for pass_id in failed:
             if pass_id not in context.aborted_passes:
                 active: BackwardPass | None = context.active_pass
@@ -327,14 +333,14 @@ class AutogradService(PeerWatcher):
         try:
             await engaged.wait()
         except asyncio.CancelledError:
-            # The worker that cancels tells all others, too. But it may be lost, and nobody else know
+            # The worker that cancels also causes an abort. But it may be lost, and no other worker may know
             ended = AutogradError(f"backward pass {engaged.id} was cancelled by worker {self.name_of(caller)!r}")
             engaged.fail(ended, told_by=caller)
             raise
         return self._answer_of(engaged)
 
     def _answer_of(self, ended: BackwardPass) -> PackedParcel | None:
-        """What the worker that engaged this one is told at the end. Raises why the pass failed."""
+        """Return the reply to the worker that engaged this one, once the pass is over. Raises the pass's failure."""
         ended.raise_failure()
         return None if ended.answer is None else pack_parcel(ended.answer)
 
@@ -349,7 +355,7 @@ class AutogradService(PeerWatcher):
             self._take_back(context, failed)
             if pass_id in context.aborted_passes:
                 raise AutogradError(f"the backward pass {pass_id} of autograd context {context_id} has failed")
-        # who asked has set the deadline of this handler, if any
+        # the caller has set the deadline of this handler, if any
         await self._backward_from_value(value, context_id, pass_id, retain_graph, timeout=0)
 
     async def _on_abort(self, context_id: int, pass_id: int) -> None:
@@ -357,14 +363,16 @@ class AutogradService(PeerWatcher):
         if context is None:
             self.container.fail_early(context_id, pass_id)
             return
-        # One that failed here is told on: only its parent has heard, and others may have finished their part
+        # A pass that failed here is aborted all the same: only its parent was notified, and other workers may have
+        # finished their part
         if pass_id in context.aborts_told:
             return
         caller, _ = _caller()
         active: BackwardPass | None = context.active_pass
         if active is not None and active.id == pass_id and pass_id >> LOCAL_BITS != caller and active.unanswered:
-            # Why it failed comes with an answer, unless it failed above this worker, which then hears from there, too
-            patience_s = min(_REASON_S, self.lifetimes.attempt_s / 2)  # or who tells it would give up
+            # The reason comes with the reply to a parcel, unless the pass failed nearer to its start. Then this worker
+            # is notified from there, too
+            patience_s = min(_REASON_S, self.lifetimes.attempt_s / 2)  # or the sender of the abort would give up
             await asyncio.wait(active.unanswered, timeout=patience_s, return_when=asyncio.FIRST_EXCEPTION)
             if pass_id in context.aborts_told or context_id not in self.container.contexts:
                 return
@@ -379,13 +387,13 @@ class AutogradService(PeerWatcher):
             context.roll_back(pass_id)
             told = self.abort(context, pass_id, caller)
         if told is not None:
-            # Who asks may give up, and the others are told all the same
+            # The caller may give up, and the other workers are notified all the same
             await asyncio.wait([told], timeout=_ABORT_S)
 
     # -- the end
 
     def close(self) -> None:
-        """Take part in nothing any more."""
+        """End all contexts and passes of this worker."""
         self.lifetimes.close()
         for context_id in list(self.container.contexts):
             self.lifetimes.forget(context_id)

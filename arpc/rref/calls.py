@@ -1,4 +1,4 @@
-"""What runs on the owner when somebody calls a method of a value, by way of an RRef."""
+"""The functions that run on the owner when a caller calls a method of a value through an RRef."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ def _template(function: Any) -> Function:
 
 
 def runnable(method: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Function, tuple[Any, ...]]:
-    """How to run a method, or any callable, and with which arguments.
+    """Return the `Function` that runs a method, or any callable, and its arguments.
 
-    Finding that out takes longer than a short call, so it is remembered. But of nothing that holds an object, as an
-    instance does that can be called: the cache would keep that object.
+    Making a `Function` takes longer than a short call, so those of functions and methods are cached. A callable that
+    holds an object, such as a callable instance, is not: the cache would keep the object alive.
     """
     if isinstance(method, MethodType) and isinstance(method.__func__, FunctionType):
         return _template(method.__func__), (method.__self__, *args)
@@ -62,17 +62,17 @@ def _context() -> RRefContext:
 
 
 async def held_value(rref: int, is_created: bool) -> Any:
-    """A value of this worker as calls name it, once it is there."""
+    """Return a value of this worker, once it is ready. The arguments name it as calls do."""
     return await _context().value(rref, is_created=is_created)
 
 
 async def run_here(function: Callable[..., Any], *args: Any) -> Any:
-    """Have a function run in the way its kind asks for, in the place of the handler that calls this."""
+    """Hand over from the handler that calls this to a function, which runs as its kind requires."""
     return HandOver(*runnable(function, args), {})
 
 
 def method_name(worker: Any, rref: int, name: str) -> str:
-    """What people call a method of a value of a worker: with the class, if the value is there."""
+    """Return the name of a method as shown to users: with the class of the worker's value, if that is ready."""
     held = worker.rref_context.forks.owned.get(rref)
     if held is None or held.content is NOTHING:
         return name
@@ -83,7 +83,7 @@ def method_name(worker: Any, rref: int, name: str) -> str:
 @returns_coroutine
 @named_by(lambda worker, rref, _is_created, name: method_name(worker, rref, name))
 def call_method(rref: int, is_created: bool, name: str, /, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
-    """Have a method of a value run, once the value is there; one marked with `one_at_a_time`, when it is its turn."""
+    """Run a method of a value, once the value is ready; a method marked `one_at_a_time` also waits for its turn."""
     run = current_scope.get()
     assert isinstance(run, Run)  # this is a handler
     context: RRefContext = run.worker.rref_context
@@ -95,7 +95,7 @@ def call_method(rref: int, is_created: bool, name: str, /, *args: Any, **kwargs:
     is_queued = takes_turns(type(value), name)
     if not function.is_final or is_queued or function.results.are_large or run.handling is not None:
         return _hand_over(context, value if is_queued else None, function, arguments, kwargs)
-    if run.creation is None:  # whose results stay here
+    if run.creation is None:  # the result of a creation stays here
         run.results = function.results
     coroutine: Coroutine[Any, Any, Any] = function.call(*arguments, **kwargs)
     return coroutine
@@ -104,7 +104,7 @@ def call_method(rref: int, is_created: bool, name: str, /, *args: Any, **kwargs:
 async def _call_later(
     context: RRefContext, rref: int, is_created: bool, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Wait for the value, and hand over to its method."""
+    """Wait for the value, then hand over to its method."""
     value = await context.value(rref, is_created=is_created)
     function, arguments = runnable(context.get_method(value, name), args)
     queued = value if takes_turns(type(value), name) else None
@@ -114,7 +114,7 @@ async def _call_later(
 async def _hand_over(
     context: RRefContext, queued: Any, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Have a method run in the place of this. ``queued``: the object of one that is to wait for its turn, else None."""
+    """Hand over to a method. ``queued`` is the object whose queue it waits in; None if it need not wait."""
     if queued is not None and function.mode not in _YIELDS:
         scope = current_scope.get()
         assert scope is not None  # this is a handler
@@ -126,13 +126,13 @@ async def _hand_over(
 @export
 @named_by(lambda worker, rref, _is_created, name: method_name(worker, rref, name))
 async def stream_method(rref: int, is_created: bool, name: str, /, *args: Any, **kwargs: Any) -> Any:
-    """Have a method of a value run whose result is iterated over."""
+    """Run a method of a value whose result is iterated over."""
     return await _call_later(_context(), rref, is_created, name, args, kwargs)
 
 
 @export
 async def stream_items(rref: int, is_created: bool) -> Any:
-    """The items that a value yields. The value stays open when the reader leaves early."""
+    """Return an iterator over the items that a value yields. The value stays open when the reader leaves early."""
     value = await held_value(rref, is_created)
     return _items_async(value) if hasattr(value, "__aiter__") else _items(value)
 
@@ -143,11 +143,11 @@ async def _items_async(held: Any) -> AsyncIterator[Any]:
 
 
 def _items(held: Any) -> Iterator[Any]:
-    for item in held:  # noqa: UP028 - `yield from` would close what is held
+    for item in held:  # noqa: UP028 - `yield from` would close the held iterator
         yield item
 
 
 @export
 async def rref_typeof_on_owner(rref: int, is_created: bool) -> type:
-    """The type of a value."""
+    """Return the type of a value."""
     return type(await held_value(rref, is_created))

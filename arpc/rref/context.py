@@ -1,6 +1,6 @@
 """The RRefs of one worker: carries out what `forks.Forks` decides, and keeps the values.
 
-Everything belongs to the loop, but for drops of handles, which may happen on any thread and at any time.
+Everything runs on the loop, except drops of handles, which may happen on any thread and at any time.
 """
 
 from __future__ import annotations
@@ -53,18 +53,18 @@ T = TypeVar("T")
 
 _POLL_S: Final = 0.002
 _ABOUT_FORKS: Final = (RRefForkRequest, RRefUserDelete, RRefCreationFailed)
-"""What users tell owners. Their items begin with the ids of RRef and fork."""
+"""The messages from users to owners. Their items begin with the ids of RRef and fork."""
 _text = GloballyUniqueId.from_int
 
 
 class Skin(NamedTuple):
-    """Another class in which the code of a worker sees its RRefs, whichever worker sends them."""
+    """A class that the code of a worker gets in place of `RRef`, whichever worker sends the RRefs."""
 
     cls: type
     wrap: Callable[[Any], Any]
-    """Makes one of an RRef."""
+    """Makes an object of the class from an RRef."""
     unwrap: Callable[[Any], Any]
-    """The RRef in one."""
+    """Returns the RRef in an object of the class."""
 
 
 class RRefContext(PeerWatcher):
@@ -75,40 +75,40 @@ class RRefContext(PeerWatcher):
         self.info = WorkerInfo(name, UNKNOWN_ID)
         self.forks = Forks(self.info, Use, Value)
         self.numbers = NumbersByPeer()
-        """Of the creations and control messages that this worker sends."""
+        """The numbers of the creations and control messages that this worker sends."""
         self.windows = WindowsByPeer()
-        """Of those that it receives."""
+        """The windows for the creations and control messages that it receives."""
         self.ids = IdAllocator(UNKNOWN_ID)
         self.agent: Agent
         self.post: ControlQueue
         self.inquiries: Inquiries
         self.backward: Callable[[Any, int, bool, float | Unset], Awaitable[None]]
-        """Runs a backward pass from the value of a handle; set by the runtime, since autograd knows RRefs already."""
+        """Runs a backward pass from the value of a handle. Set by `AutogradService`, which imports this package."""
         self.skin: Skin | None = None
-        """None: the code of this worker sees RRefs as they are."""
+        """The class that this worker's code gets in place of `RRef`; None for `RRef` itself."""
         self.get_method: Callable[[Any, str], Any] = getattr
-        """Finds a method that others call by its name; in allow-list mode it refuses most."""
+        """Finds a method that a caller names; in allow-list mode it refuses most."""
         self.fresh_context = context.copy
-        """The worker's own context, for callbacks: a handler may have caused them, whose deadline is not theirs."""
+        """Copies the worker's own context, for callbacks: they must not inherit the deadline of a handler."""
         self._answers: dict[ForkId, asyncio.Future[None]] = {}
-        """Set when a fork is confirmed, or never will be."""
+        """Futures that are done when a fork is confirmed, or never will be."""
         self._ends: dict[ForkId, list[asyncio.Future[None]]] = {}
         self.thread = get_ident()
-        """Of the worker's loop."""
+        """The id of the thread of the worker's loop."""
         self.tells_stacks = options.rref_creation_stacks
         self._is_releasing = False
         self._is_closed = False
         self.service = RRefService(self)
-        """Handles what others say about RRefs."""
+        """Handles the messages about RRefs that this worker receives."""
 
     def attach(self, agent: Agent) -> None:
-        """The agent that messages go through. It was made with this context's handlers, so it comes later."""
+        """Set the agent that sends messages. It is made with this context's handlers, so it comes later."""
         self.agent = agent
         self.post = ControlQueue(self)
         self.inquiries = Inquiries(self)
 
     def identify(self, info: WorkerInfo) -> None:
-        """The group has given this worker its id."""
+        """Set the id that the group has given this worker."""
         self.info = info
         self.forks.me = info
         self.ids = IdAllocator(info.id)
@@ -116,7 +116,7 @@ class RRefContext(PeerWatcher):
     # -- instructions
 
     def carry_out(self, following: Sequence[Instruction]) -> None:
-        """Do what the state machine has said."""
+        """Carry out what the state machine has decided."""
         for instruction in following:
             match instruction:
                 case Send():
@@ -159,7 +159,7 @@ class RRefContext(PeerWatcher):
     def settled(
         self, message: type[Message], to: WorkerInfo, items: Sequence[Item], reply: Any, error: Exception | None
     ) -> None:
-        """A control message was answered, or given up."""
+        """Handle the reply to a control message, or the error with which it was given up."""
         forks, carry_out = self.forks, self.carry_out
         if error is not None:
             if message in _ABOUT_FORKS:
@@ -184,20 +184,20 @@ class RRefContext(PeerWatcher):
             for _, id_ in items:
                 self._end(id_)
 
-    # -- making them
+    # -- sending and receiving RRefs
 
     def offer(self, rref: RRefId, id_: ForkId, to: WorkerInfo, parent: ForkId | None) -> None:
-        """A handle was packed for a worker."""
+        """Record that an RRef was packed for a worker."""
         self.forks.fork_offered(rref, id_, to, parent)
         self.inquiries.offered(id_)
 
     def identified(self, worker: WorkerInfo) -> WorkerInfo:
-        """A worker with its id, if its sender did not know that and this worker does."""
+        """Return a worker with its id, if the id is missing and this worker knows it."""
         peer = self.agent.peer(worker.name) if worker.id == UNKNOWN_ID else None
         return worker if peer is None else peer.info
 
     def creation_failed_here(self, rref: RRefId, id_: ForkId, number: int, reason: str) -> None:
-        """A creation of this worker on itself was given up: it has arrived, or will not be taken any more."""
+        """Give up a creation of this worker on itself: if it has not arrived, it is refused from now on."""
         if self.windows[self.info.id].admit(number, self.numbers[self.info.name].oldest):
             self.carry_out(self.forks.creation_abandoned(rref, id_, self.info, reason))
         self.forks.user_deleted(rref, id_)
@@ -205,7 +205,7 @@ class RRefContext(PeerWatcher):
     def receive(
         self, rref: RRefId, id_: ForkId, owner: WorkerInfo, parent: WorkerInfo, *, is_created: bool
     ) -> Use | Value:
-        """A handle is being unpacked."""
+        """Return the fork or the value for an RRef that is being unpacked."""
         is_refused = self.forks.refuses(id_)
         self.carry_out(self.forks.fork_received(rref, id_, owner, parent, is_created))
         if owner == self.info:
@@ -234,10 +234,13 @@ class RRefContext(PeerWatcher):
             waiter = self._answers[id_] = self.agent.loop.create_future()
         return waiter
 
-    # -- using them
+    # -- using values
 
     async def value(self, rref: RRefId, *, is_created: bool) -> Any:
-        """A value of this worker, once it is there. It may be asked for before its creation has arrived."""
+        """Return a value of this worker, once it is ready. Its creation need not have arrived yet.
+
+        Raises the error of its creation, and `RRefError` if the value is gone.
+        """
         value = self.forks.owned.get(rref)
         if value is not None:
             self.service.look_for(value)
@@ -253,18 +256,18 @@ class RRefContext(PeerWatcher):
             self.forks.owner_handle_dropped(rref)
 
     async def call(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """Run a function here as if it had been called by itself."""
+        """Run a function on this worker as a handler of its own would run: on the loop or in a thread."""
         runs, arguments = runnable(function, tuple(args))
         return await self.agent.dispatcher.call(runs, arguments, kwargs)
 
     def on_loop(self, function: Callable[[], T]) -> T:
-        """Run something on the loop, from whatever thread this is."""
+        """Run a function on the loop, from any thread, and return its result."""
         return function() if get_ident() == self.thread else self.agent.on_loop(function)
 
-    # -- letting go of them
+    # -- releasing RRefs
 
     async def release(self, use: Use) -> None:
-        """Let go of a fork, and wait until its owner knows that, or is lost."""
+        """Release a handle. If it is the fork's last one, wait until the owner has acknowledged that, or is lost."""
         id_ = use.fork
         if id_ not in self.forks.users or self._is_closed:
             return
@@ -276,7 +279,7 @@ class RRefContext(PeerWatcher):
             await waiter
 
     async def release_all(self, timeout_s: float | None) -> bool:
-        """End every user of this worker; False if some owners did not confirm that in time."""
+        """End every user of this worker; return False if some owners did not acknowledge that in time."""
         self._is_releasing = True
         self.post.handle_drops()
         for use in list(self.forks.users.values()):
@@ -295,7 +298,7 @@ class RRefContext(PeerWatcher):
         return True
 
     def close(self) -> None:
-        """Send nothing any more."""
+        """Send nothing from now on, and end all waits in `release`."""
         self._is_closed = True
         self.inquiries.close()
         self.service.close()
@@ -310,14 +313,14 @@ class RRefContext(PeerWatcher):
             self.carry_out(self.forks.peer_connected(peer))
 
     def peer_disconnected(self, peer: WorkerInfo, *, has_left: bool) -> None:
-        # A worker that leaves while the group shuts down is not lost: what it still holds is a leak, to be reported
+        # A worker that leaves while the group shuts down is not lost: forks it still holds are leaks, to be reported
         if self._is_closed or self._is_releasing or self.agent.is_closing:
             return
         if has_left:
             self._forget_peer(peer)
 
     def wants(self, peer: WorkerInfo) -> bool:
-        # what they hold, and what is held of theirs, is theirs until they are given up
+        # forks that a peer holds, and forks of its values, stay valid until the peer is considered lost
         return not (self._is_closed or self._is_releasing) and self.forks.concerns(peer)
 
     def peer_lost(self, peer: WorkerInfo, reason: str) -> None:
@@ -329,10 +332,10 @@ class RRefContext(PeerWatcher):
         self.forks.forget(peer)
 
     def _forget_peer(self, peer: WorkerInfo) -> None:
-        """A worker will not come back, as far as anyone can tell."""
+        """Reclaim the forks of a worker that presumably will not come back."""
         if self._is_closed:
             return
-        self.windows.pop(peer.id, None)  # what it sent will not come again
+        self.windows.pop(peer.id, None)  # it will not send its messages again
         held = len(self.forks.owned)
         self.carry_out(self.forks.peer_lost(peer))
         dropped = held - len(self.forks.owned)

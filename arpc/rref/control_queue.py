@@ -1,4 +1,4 @@
-"""Dropped handles and control messages: gathered, sent together, and sent again until they are answered."""
+"""Dropped handles and control messages: batched, sent, and retried until they are acknowledged."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ logger = get_logger("arpc.rref")
 
 Item: TypeAlias = Sequence[Any]
 
-# Nobody waits for a drop: a few milliseconds gather what a loop drops one by one, and wake the loop once for all of it
+# Drops are not urgent: those of a few milliseconds are gathered, and wake the loop once for all of them
 _LINGER_S: Final = 0.01
 _DROPS_PER_TURN: Final = 2500
-"""How many are handled before other callbacks of the loop have their turn."""
+"""The number of drops handled before other callbacks of the loop get a turn."""
 _ITEMS_PER_MESSAGE: Final = 8192
-# How long one attempt may take, in units of the backoff
+# The timeout of one attempt, in units of the backoff
 _ATTEMPT: Final = 10
 _BACKOFF_FACTOR: Final = 1.5
 
 
 class ControlQueue:
-    """Sends items of messages to peers. `RRefContext.settled` hears what was answered, or why one was given up.
+    """Sends items to peers, many in a message. `RRefContext.settled` gets each reply, or the error of the last attempt.
 
-    Handles are dropped on any thread, in the middle of anything, one by one or by the thousand. They wait here, and
-    with them the deletes that follow: nobody is in a hurry for either.
+    Handles are dropped on any thread, between any two instructions, one by one or by the thousand. They wait here for
+    a few milliseconds, and so do the delete messages that follow from them: neither is urgent.
     """
 
     def __init__(self, context: RRefContext) -> None:
@@ -54,9 +54,9 @@ class ControlQueue:
         self._retries = context.options.control_retries
         self._waiting: dict[tuple[type[Message], WorkerInfo], list[Item]] = {}
         self._dropped: deque[Use | Value] = deque()
-        """What handles that are gone have held."""
+        """The uses and values whose handles are gone."""
         self._is_woken = False
-        """The loop will look for dropped handles, and need not be woken for more."""
+        """Whether the loop will look for dropped handles soon, so that it need not be woken for more."""
         self._timer: asyncio.Handle | None = None
         self._sending: set[asyncio.Task[None]] = set()
         self._is_closed = False
@@ -65,11 +65,11 @@ class ControlQueue:
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is on its way to other workers, and no handle that was dropped can cause anything."""
+        """Whether no message is queued or in flight, and no dropped handle is still to be handled."""
         return not (self._dropped or self._waiting or self._sending)
 
     def drop(self, held: Use | Value) -> None:
-        """A handle is gone. Called by the garbage collector: on any thread, between any two instructions."""
+        """Queue the use or value of a dropped handle. Called by the garbage collector: on any thread, at any time."""
         if self._is_closed:
             return
         self._dropped.append(held)
@@ -86,7 +86,7 @@ class ControlQueue:
     def _look(self) -> None:
         self._is_woken = False
         try:
-            self.handle_drops(_DROPS_PER_TURN)  # while the timer is set: what follows need not linger again
+            self.handle_drops(_DROPS_PER_TURN)  # while the timer is set, so that the deletes queued here start no other
         finally:
             self._timer = None
         if self._dropped:
@@ -95,7 +95,7 @@ class ControlQueue:
             self.send_gathered()
 
     def handle_drops(self, at_most: int | None = None) -> None:
-        """Tell the state machine of handles that were dropped; of all of them, unless ``at_most`` says less."""
+        """Pass dropped handles to the state machine: all of them, or at most ``at_most``."""
         dropped, forks = self._dropped, self._context.forks
         following: list[Instruction] = []
         for _ in range(len(dropped) if at_most is None else min(at_most, len(dropped))):
@@ -111,7 +111,7 @@ class ControlQueue:
         key = send.message, send.to
         waiting = self._waiting.get(key)
         if waiting is not None:
-            waiting.append(send.item)  # it is settled when these are sent
+            waiting.append(send.item)  # it leaves with these, which are already scheduled
         elif not self._is_closed:
             self._waiting[key] = [send.item]
             if send.message is RRefUserDelete:
@@ -120,7 +120,7 @@ class ControlQueue:
                 self._loop.call_soon(self.send_gathered)
 
     def send_gathered(self) -> None:
-        """Send what is gathered, and do not wait for more."""
+        """Send the gathered items now."""
         waiting, self._waiting = self._waiting, {}
         for (message, to), items in waiting.items():
             for start in range(0, len(items), _ITEMS_PER_MESSAGE):
@@ -131,7 +131,7 @@ class ControlQueue:
 
     async def _send(self, message: type[Message], to: WorkerInfo, items: list[Item]) -> None:
         numbers, flat = self._context.numbers[to.name], list(chain.from_iterable(items))
-        # the others may be handled twice, and numbers that nobody notes would be gaps
+        # other messages may be handled twice, and their numbers, which no receiver records, would leave gaps
         number = numbers.take()[0] if message is RRefForkRequest else 0
         reply: Any = None
         error: Exception | None = None
@@ -140,7 +140,7 @@ class ControlQueue:
         except asyncio.CancelledError:
             if self._is_closed:
                 raise
-            error = ShutdownError("the message was cancelled")  # by code that cancels all tasks there are
+            error = ShutdownError("the message was cancelled")  # by user code that cancels all tasks
         except Exception as reason:  # noqa: BLE001 - whatever it is, the message is given up
             error = reason
             level = (
@@ -152,7 +152,7 @@ class ControlQueue:
         numbers.settle(number)
         if not self._is_closed:
             self._context.settled(message, to, items, reply, error)
-        del error  # whose traceback refers to this frame
+        del error  # its traceback refers to this frame
 
     async def _send_until_answered(
         self, message: type[Message], to: WorkerInfo, number: int, numbers: Numbers, flat: list[Any], count: int
@@ -170,7 +170,7 @@ class ControlQueue:
         return None
 
     def _has_left(self, worker: WorkerInfo) -> bool:
-        """Whether a worker said goodbye: that incarnation of it never comes back."""
+        """Whether a worker has said goodbye: that incarnation of it never comes back."""
         peer = self._agent.peer(address_of(worker))
         return peer is not None and peer.info == worker and peer.state is PeerState.GONE
 

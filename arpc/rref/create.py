@@ -1,4 +1,4 @@
-"""Creations on their way: what `remote` has sent, and what becomes of it."""
+"""Creations in flight: the requests that `remote` has sent, and their outcome."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ def start_creation(
     anchor: object,
     name: str = "",
 ) -> Creation:
-    """Ask a worker to create a value. Nothing is waited for. ``anchor`` is kept until the answer is there.
+    """Ask a worker to create a value, without waiting. ``anchor`` is kept alive until the reply has arrived.
 
-    ``made`` says where the code is that asks for it. ``name`` is what people call the function, if not by its own.
+    ``made`` is the stack of the code that asks, or empty. ``name`` is the name shown to users, if not the function's.
     """
     if not callable(function):
         raise TypeError(f"function should be callable, and {type(function).__qualname__} is not")
@@ -95,7 +95,7 @@ def start_creation(
 
 
 def _owner(peer: Peer | None, to: str | int | WorkerInfo) -> WorkerInfo:
-    """The worker that a creation goes to. Of one that the group is asked about first, nothing but its name is known."""
+    """Return the worker that a creation goes to; with its name only, if the group must be asked for its id first."""
     if isinstance(to, WorkerInfo):
         return to if peer is None else peer.info
     if peer is None or (isinstance(to, str) and peer.must_be_asked_for):
@@ -104,23 +104,23 @@ def _owner(peer: Peer | None, to: str | int | WorkerInfo) -> WorkerInfo:
 
 
 class Creation(Use, kw_only=True):
-    """One `remote`: the first user of its RRef, and the recipient of the answer to its call."""
+    """One call of `remote`: the first user of its RRef, and the recipient of the reply."""
 
     context: RRefContext
     function: Callable[..., Any]
-    """What was called."""
+    """The function that makes the value."""
     numbers: Numbers
     number: int
     anchor: object
     value: Value | None = None
-    """That of a creation on this worker itself, which has no user."""
+    """The value of a creation on this worker itself, which has no user; else None."""
     call_id: int = 0
     callee: Peer | None = None
     on_cancel: Callable[[], None] | None = None
     is_settled: bool = False
     error: BaseException | None = None
     waiter: asyncio.Future[Any] | None = None
-    """For the answer, which brings the value."""
+    """The future of a reply that carries the value, see `fetch_along`."""
     callbacks: list[Callable[[Any], object]] | None = None
 
     @property
@@ -128,7 +128,7 @@ class Creation(Use, kw_only=True):
         return self.origin or name_of(self.function)
 
     def take_back(self) -> None:
-        """It was never sent: nobody has to hear of it."""
+        """Undo a creation that was never sent: no worker needs to be notified."""
         self.numbers.settle(self.number)
         if self.value is None:
             del self.context.forks.users[self.fork]
@@ -136,9 +136,9 @@ class Creation(Use, kw_only=True):
             self.context.forks.owner_handle_dropped(self.rref)
 
     def fetch_along(self) -> asyncio.Future[Any] | None:
-        """Let the answer bring the value, too, if the creation has not left yet. What is awaited is the answer.
+        """Have the reply carry the value, and return a future of the reply; None if the creation was sent already.
 
-        It is the value, in a tuple if it is one itself, or `TO_BE_FETCHED`.
+        The reply is the value, in a tuple if it is one itself, or `TO_BE_FETCHED`.
         """
         peer, agent = self.callee, self.context.agent
         if peer is None or (call := peer.held(self.call_id)) is None:
@@ -151,9 +151,9 @@ class Creation(Use, kw_only=True):
         return waiter
 
     def future(self) -> OwnerFuture:
-        """A future that is done when the function has ended, with None; cancelling it cancels the function.
+        """Return a future that is done, with None, when the function has ended; cancelling it cancels the function.
 
-        Asked for once, and kept by the handle alone: its error refers to the code that awaits it, and so to the handle.
+        Called once. Only the handle keeps the future: its error refers to the code that awaits it, so to the handle.
         """
         watcher = OwnerFuture(loop=self.context.agent.loop)
         watcher.on_cancel = self.cancel
@@ -177,7 +177,7 @@ class Creation(Use, kw_only=True):
             self._tell()
 
     def cancel(self, msg: Any = None) -> bool:
-        """Let the function end; uses of the RRef raise from now on."""
+        """Cancel the function. Uses of the RRef raise from now on."""
         if self.is_settled:
             return False
         on_cancel, self.on_cancel = self.on_cancel, None
@@ -187,7 +187,7 @@ class Creation(Use, kw_only=True):
         return True
 
     def set_result(self, answer: Any) -> None:
-        """The owner has answered, with the value or without."""
+        """Record the owner's reply, with the value or without."""
         self.is_settled = True
         self.anchor = self.fetches = None
         self.numbers.settle(self.number)
@@ -197,7 +197,7 @@ class Creation(Use, kw_only=True):
             if following:
                 context.carry_out(following)
         else:
-            # on oneself: the creation was the worker's own user, and ends
+            # on this worker itself: the creation was the worker's own user, and ends
             context.forks.user_deleted(self.rref, self.fork)
         if self.callbacks is not None:
             self._tell()
@@ -206,15 +206,15 @@ class Creation(Use, kw_only=True):
             waiter.set_result(answer)
 
     def set_exception(self, error: Exception) -> None:
-        """It is not known what has become of it, or it was refused."""
+        """Record that the creation was refused, or that its outcome is unknown."""
         if isinstance(error, SerializationError) and error.is_of_answer:
-            # the value came with the answer, but cannot be built here: only `to_here` raises that
+            # the value came with the reply, but cannot be built here: only `to_here` raises that
             self._fail_waiter(error)
             self.set_result(None)
             return
         self.is_settled = True
         self.error = error
-        # later, as of any future: what ends with it may be among what is being ended
+        # later, like the callbacks of any future: `_failed` ends other futures, which the caller may be ending now
         self.context.agent.loop.call_soon(self._failed, error)
 
     def _fail_waiter(self, error: Exception) -> None:
@@ -231,7 +231,7 @@ class Creation(Use, kw_only=True):
             if self.callee is not None:
                 self.callee.cancel(self.call_id)
         else:
-            # a future's own has a traceback once somebody awaits it, and that refers to the RRef
+            # a copy, since the traceback of an error that code awaits would refer to the RRef
             self.error = fresh(error)
         failure = self._failure(self.error)
         self._fail_waiter(fresh(failure))
@@ -242,8 +242,8 @@ class Creation(Use, kw_only=True):
         else:
             if self.failure is None:
                 self.fail(failure)
-            # The owner is told, and must be able to tell by the number whether the creation has arrived there: until it
-            # has answered the number is in use
+            # The owner is notified, and finds out by the number whether the creation has arrived there: the number is
+            # in use until the owner has replied
             following = context.forks.creation_failed(self, self.number, text_of(failure))
             context.carry_out(following)
             if not following:
@@ -251,13 +251,13 @@ class Creation(Use, kw_only=True):
         self._tell()
 
     def _tell(self) -> None:
-        """Tell those that wait for the end."""
+        """Schedule the callbacks."""
         callbacks, self.callbacks = self.callbacks, None
         for callback in callbacks or ():
             self.context.agent.loop.call_soon(callback, self)
 
     def _failure(self, error: BaseException) -> Exception:
-        """What uses of the RRef raise from now on."""
+        """Return the error that uses of the RRef raise from now on."""
         name, owner = f"RRef {GloballyUniqueId.from_int(self.rref)}", self.owner.name
         if isinstance(error, asyncio.CancelledError):
             return RRefCreationError(f"the creation of {name} on worker {owner!r} was cancelled")
@@ -266,7 +266,7 @@ class Creation(Use, kw_only=True):
                 f"RRef creation via remote() on worker {owner!r} timed out, and it is possible that {name} does not "
                 f"exist there"
             )
-        elif isinstance(error, CallCancelledError):  # by nobody here
+        elif isinstance(error, CallCancelledError):  # not by this worker
             made = RRefCreationError(f"the creation of {name} was cancelled on its owner: {error}")
         else:
             assert isinstance(error, Exception)
@@ -276,7 +276,7 @@ class Creation(Use, kw_only=True):
 
 
 def _complete(watcher: OwnerFuture, creation: Creation) -> None:
-    """Let a future end as a creation has ended."""
+    """Complete a future with the outcome of a creation."""
     if watcher.done():
         return
     if creation.error is None:

@@ -1,8 +1,8 @@
-"""At least once, made exactly once: numbers on messages that are sent again until they are answered. No I/O.
+"""Exactly-once handling of messages that are retried until they are acknowledged, by means of numbers. No I/O.
 
-Every message to a peer gets the next number, and says which number is the oldest that may still be sent again. The
-receiver remembers what it has seen above the first gap, and forgets the gaps that the sender has given up. Neither side
-keeps more than what is on its way.
+Every message to a peer gets the next number, and carries the oldest number that may still be sent again. The receiver
+remembers the numbers it has seen above the first gap, and forgets the gaps that the sender has given up. Neither side
+keeps more than the numbers in flight.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ class Numbers:
 
     def __init__(self, first: int = _FIRST) -> None:
         self._next = first
-        # popping from the front of a plain dict again and again takes longer each time
+        # repeated pops from the front of a plain dict take longer each time
         self._open: OrderedDict[int, None] = OrderedDict()
 
     def take(self) -> tuple[int, int]:
-        """A number for a new message, and what `oldest` is then."""
+        """Return a number for a new message, and the value of `oldest` that goes with it."""
         number = self._next
         self._next = number + 1
         self._open[number] = None
         return number, next(iter(self._open))
 
     def settle(self, number: int) -> None:
-        """A message was answered, or given up: it will not be sent again."""
+        """Record that a message was answered or given up: it will not be sent again."""
         self._open.pop(number, None)
 
     @property
     def is_settled(self) -> bool:
-        """No message is under way."""
+        """Whether no message is in flight."""
         return not self._open
 
     @property
     def oldest(self) -> int:
-        """Nothing below this will ever be sent again."""
+        """The oldest number that may still be sent again; if there is none, the next number."""
         return next(iter(self._open), self._next)
 
 
@@ -55,9 +55,9 @@ class Window:
         self._above: set[int] = set()
 
     def admit(self, number: int, oldest: int) -> bool:
-        """Whether a message comes for the first time. ``oldest`` is what its sender said."""
+        """Whether a message arrives for the first time; also records it. ``oldest`` is from the sender's `Numbers`."""
         if number == self._floor and oldest <= number and not self._above:
-            self._floor += 1  # in order, as almost all of them are
+            self._floor += 1  # in order, as almost all messages are
             return True
         if oldest > self._floor:
             self._floor = oldest
@@ -75,23 +75,23 @@ class Window:
             self._floor += 1
 
     def __len__(self) -> int:
-        """How many numbers are remembered."""
+        """Return the count of remembered numbers."""
         return len(self._above)
 
 
 class NumbersByPeer(dict[str, Numbers]):
-    """The sender's side for all peers, by name. Numbers go on when another worker comes under a name."""
+    """The sender's side for all peers, by name. A worker that replaces another under its name continues its numbers."""
 
     def __init__(self) -> None:
         self._first = _FIRST
-        """Where the numbers for a peer begin: beyond all that were used for one that was forgotten and may return."""
+        """The first number for a new peer: beyond all numbers used for forgotten peers, since those may return."""
 
     def __missing__(self, peer: str) -> Numbers:
         numbers = self[peer] = Numbers(self._first)
         return numbers
 
     def forget(self, peer: str) -> None:
-        """Let go of the numbers for a peer that is gone, unless messages to it are still under way."""
+        """Forget the numbers for a peer that is gone, unless messages to it are still in flight."""
         numbers = self.get(peer)
         if numbers is not None and numbers.is_settled:
             self._first = max(self._first, numbers.oldest)
@@ -99,7 +99,7 @@ class NumbersByPeer(dict[str, Numbers]):
 
 
 class WindowsByPeer(dict[WorkerId, Window]):
-    """The receiver's side for all peers, by their ids, of which each is given to one worker only."""
+    """The receiver's side for all peers, by worker id. No two workers ever have the same id."""
 
     def __missing__(self, peer: WorkerId) -> Window:
         window = self[peer] = Window()

@@ -1,14 +1,15 @@
 """The reference count of RRefs over the whole group, as a state machine: events in, instructions out.
 
-Each event is a method of `Forks`, and returns the instructions that follow from it, if there can be any. Nothing is
-decided elsewhere, and nothing is sent or awaited here.
+Each event is a method of `Forks`, and returns the instructions that follow from it, if there can be any. All decisions
+are made here; nothing is sent or awaited here.
 
 The value of an RRef lives on its **owner**. Every other worker that holds it is a **user** and has a **fork** of its
 own, with an id that is unique over the group. A worker that sends an RRef makes a fork for the receiver, its **child**,
 and keeps its own until the owner counts the child. So, whatever order messages arrive in:
 
 - the owner keeps the value while any user lives, because every user is counted, or has a parent that is;
-- the owner drops it when the last one has ended, because every counted user says when it ends, or is found dead.
+- the owner drops it when the last user has ended, because it learns of the end of every counted user: by a message, or
+  because the user's worker was lost.
 
 ========================  ===========================================================================================
 remote()                  the creation itself makes the first fork known to the owner
@@ -17,20 +18,20 @@ user sends to a user      the child asks the owner to count it (fork request), t
 user sends to the owner   the owner finds the value itself, and accepts the child at once
 ========================  ===========================================================================================
 
-A fork that was *offered* in a message which never arrives would keep its parent for ever. A worker that was offered
-a fork and does not answer is therefore asked; if it knows nothing of it, it will not take it any more, even if the
-message comes late.
+A fork that was *offered* in a message that never arrives would keep its parent for ever. So a worker that was offered a
+fork, and does not acknowledge it, is queried. If it does not have the fork, it refuses the fork from then on, even if
+the message arrives late.
 
-A value may be *expected*: its users were heard of before its creation. If the creator gives the creation up, it tells
-the owner, which handles either the creation or that news, whichever is first. Either counts the creator's fork, so the
-owner remembers the failure until the creator and all users have let go. An owner that expects a value for long asks
-the creator; one that is lost, or knows of no such creation, will not create it.
+A value may be *expected*: messages of its users arrived before its creation. If the creator gives the creation up, it
+notifies the owner, which handles either the creation or this notification, whichever arrives first. Either counts the
+creator's fork, so the owner remembers the failure until the creator and all users have released theirs. An owner that
+expects a value for long queries the creator. A creator that is lost, or has no such creation, will not create it.
 
-Workers are told apart by name and id. A worker that comes back under its name has another id and knows nothing of
-what its predecessor owned or held.
+Workers are identified by name and id. A worker that comes back under its name has another id, and none of the values
+and forks of its predecessor.
 
-Each event may be handled at any time. Fork requests and creations must be handled once only: `exactly_once.Window` sees
-to that. All else may be repeated.
+Events may come in any order. Fork requests and creations must be handled only once, which `exactly_once.Window`
+ensures. All other events may be repeated.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ U = TypeVar("U", bound=UserFork)
 V = TypeVar("V", bound=Owned)
 _Instructions: TypeAlias = Sequence[Instruction]
 _NOTHING: Final[_Instructions] = ()
-# each is found in a fraction of the time that an attribute of an Enum takes
+# a global is looked up in a fraction of the time that an attribute of an Enum takes
 _CREATING: Final = UserState.CREATING
 _REQUESTED: Final = UserState.REQUESTED
 _CONFIRMED: Final = UserState.CONFIRMED
@@ -68,13 +69,13 @@ _EXPECTED: Final = OwnerState.EXPECTED
 _BEING_CREATED: Final = OwnerState.CREATING
 _READY: Final = OwnerState.READY
 _REMEMBERED_OWNERS: Final = 1024
-"""How many lost owners are told of forks that have ended, should they come back."""
+"""The number of lost owners that are remembered, to notify them of ended forks should they come back."""
 
 
 class Forks(Generic[U, V]):
     """The RRefs of one worker: those it owns and those it uses.
 
-    ``make_user`` and ``make_owned`` make what is kept of each of these.
+    ``make_user`` and ``make_owned`` make the entries of `users` and `owned`.
     """
 
     def __init__(self, me: WorkerInfo, make_user: Callable[..., U], make_owned: Callable[..., V]) -> None:
@@ -83,19 +84,19 @@ class Forks(Generic[U, V]):
         self._make_owned = make_owned
         self.users: dict[ForkId, U] = {}
         self.owned: dict[RRefId, V] = {}
-        """Values that somebody holds, or is known to want: one that leaves this table is dropped."""
+        """The values that are held, or that users are known to want: one that leaves this table is dropped."""
         self.offers: dict[ForkId, Offer] = {}
-        """Forks sent to others that have not been heard of since."""
+        """The forks sent to other workers and not acknowledged yet."""
         self._refused: dict[ForkId, WorkerInfo] = {}
-        """Forks not to be taken any more, and the workers that offered them."""
+        """The forks that this worker refuses, and the workers that offered them."""
         self._lost: set[WorkerId] = set()
         self._ghosts: OrderedDict[WorkerInfo, list[tuple[RRefId, ForkId]]] = OrderedDict()
-        """Forks of owners taken for lost. Should one of them come back after all, it may count them still."""
+        """The forks of owners that were considered lost. An owner that comes back after all may still count them."""
 
-    # -- looking
+    # -- lookups
 
     def refuses(self, fork: ForkId) -> bool:
-        """Whether a fork comes too late to be taken."""
+        """Whether a fork arrives too late to be accepted."""
         return fork in self._refused
 
     def knows(self, fork: ForkId) -> bool:
@@ -108,23 +109,23 @@ class Forks(Generic[U, V]):
         return owned is not None and fork in owned.forks
 
     def is_expected(self, rref: RRefId) -> bool:
-        """Whether users of a value were heard of here, and its creation was not."""
+        """Whether messages of a value's users have arrived, but its creation has not."""
         owned = self.owned.get(rref)
         return owned is not None and owned.state is _EXPECTED
 
     def creations_under_way(self, owner: WorkerInfo) -> frozenset[RRefId]:
-        """The values that this worker has asked another one to create, and has not given up."""
+        """Return the values that this worker has asked another one to create, and has not given up."""
         named = WorkerInfo(owner.name, UNKNOWN_ID)
         return frozenset(
             user.rref for user in self.users.values() if user.state is _CREATING and user.owner in (owner, named)
         )
 
     def forget(self, worker: WorkerInfo) -> None:
-        """A worker that was lost will not return: it need not hear that its forks have ended."""
+        """Forget a lost worker that will not come back: it need not be notified of ended forks."""
         self._ghosts.pop(worker, None)
 
     def concerns(self, worker: WorkerInfo) -> bool:
-        """Whether there is anything between this worker and another."""
+        """Whether any fork, offer or expected creation involves another worker."""
         return (
             any(user.owner == worker for user in self.users.values())
             or any(offer.to == worker for offer in self.offers.values())
@@ -136,10 +137,10 @@ class Forks(Generic[U, V]):
 
     @property
     def is_idle(self) -> bool:
-        """Nothing is held here in either role."""
+        """Whether this worker has no users, no values and no offers."""
         return not (self.users or self.owned or self.offers)
 
-    # -- events: what happened to this worker's users
+    # -- events about this worker's users
 
     def creation_started(self, user: U) -> None:
         """`remote` was called here: another worker will be asked to create the value."""
@@ -156,18 +157,18 @@ class Forks(Generic[U, V]):
     def creation_failed(self, user: U, number: int, reason: str) -> _Instructions:
         """The creation was given up here. The owner may have run it, or may still receive it.
 
-        ``number`` is that of the creation, see `exactly_once`: the owner handles the creation or the news of its
-        failure, never both.
+        ``number`` is that of the creation, see `exactly_once`: the owner handles either the creation or the message
+        about its failure, never both.
         """
         if user.state is not _CREATING:
             return _NOTHING
         user.state = UserState.FAILING
-        # At once, and not when the last handle is dropped: others may wait for the value. The fork ends only after the
-        # answer, or its end could overtake the news, which counts it.
+        # At once, and not when the last handle is dropped: other workers may wait for the value. The fork ends only
+        # after the reply: its end could otherwise overtake this message, which counts it.
         return (Send(RRefCreationFailed, user.owner, (user.rref, user.fork, number, reason)),)
 
     def failure_acknowledged(self, owner: WorkerInfo, rref: RRefId, fork: ForkId) -> _Instructions:
-        """The owner knows that the creation was given up, and counts its fork."""
+        """The owner has acknowledged that the creation was given up, and counts its fork."""
         user = self.users.get(fork)
         if user is None or user.state is not UserState.FAILING:
             return self._counted(owner, rref, fork)
@@ -177,7 +178,7 @@ class Forks(Generic[U, V]):
     def fork_received(
         self, rref: RRefId, fork: ForkId, owner: WorkerInfo, parent: WorkerInfo, is_created: bool
     ) -> _Instructions:
-        """An RRef was unpacked here. ``is_created``: the parent knew that the owner has the value."""
+        """An RRef was unpacked here. ``is_created``: the parent knew that the creation had reached the owner."""
         if fork in self._refused:
             return _NOTHING
         if owner == self.me:
@@ -186,7 +187,7 @@ class Forks(Generic[U, V]):
         if user is not None:
             user.handles += 1
             return _NOTHING
-        # the owner has counted it when it sent it
+        # an owner counts a fork when it sends it
         state = _CONFIRMED if parent == owner else _REQUESTED
         self.users[fork] = self._make_user(rref, fork, owner, parent, state, is_created)
         if state is _REQUESTED:
@@ -194,7 +195,7 @@ class Forks(Generic[U, V]):
         return _NOTHING
 
     def fork_confirmed(self, owner: WorkerInfo, rref: RRefId, fork: ForkId) -> _Instructions:
-        """The owner counts a fork that asked for it."""
+        """The owner counts a fork, as this worker has requested."""
         user = self.users.get(fork)
         if user is None or user.state is not _REQUESTED:
             return self._counted(owner, rref, fork)
@@ -202,7 +203,7 @@ class Forks(Generic[U, V]):
         return (MarkConfirmed(fork), *self._accept(fork, user.parent), *self._end_if_unused(user))
 
     def fork_refused(self, fork: ForkId) -> _Instructions:
-        """The owner does not have the value any more, or cannot be asked."""
+        """The owner does not count a fork, because it does not have the value any more."""
         user = self.users.get(fork)
         if user is None or user.state is not _REQUESTED:
             return _NOTHING
@@ -217,21 +218,21 @@ class Forks(Generic[U, V]):
     def handle_dropped(self, user: U) -> _Instructions:
         """A user's handle was dropped or released."""
         if not user.handles:
-            return _NOTHING  # all were released before
+            return _NOTHING  # all handles were released before
         user.handles -= 1
         return self._end_if_unused(user)
 
     def _counted(self, owner: WorkerInfo, rref: RRefId, fork: ForkId) -> _Instructions:
-        """By its answer, the owner counts a fork that was not waiting for that: it may have been given up here."""
+        """The owner's reply counts a fork that did not wait for it: end the fork if it was given up here."""
         return (Send(RRefUserDelete, owner, (rref, fork)),) if self._is_given_up(fork) else _NOTHING
 
     def _is_given_up(self, fork: ForkId) -> bool:
-        """Whether a fork is of no use any more: it has ended, or its owner was taken for lost."""
+        """Whether a fork has ended, or its owner was considered lost."""
         user = self.users.get(fork)
         return user is None or user.state is _LOST
 
     def _accept(self, fork: ForkId, parent: WorkerInfo) -> _Instructions:
-        """A fork needs its parent no more."""
+        """Notify the parent of a fork that the fork does not need it any more."""
         if parent == self.me:
             return self.child_accepted(fork)
         return (Send(RRefChildAccept, parent, (fork,)),)
@@ -244,7 +245,7 @@ class Forks(Generic[U, V]):
             return (ForgetFork(user.fork),)
         return (Send(RRefUserDelete, user.owner, (user.rref, user.fork)),)
 
-    # -- events: what happened to forks that this worker offered, or was offered
+    # -- events about forks that this worker offered, or was offered
 
     def fork_offered(self, rref: RRefId, fork: ForkId, to: WorkerInfo, parent: ForkId | None) -> None:
         """An RRef was packed here for another worker. ``parent``: the fork it was made from; None on the owner."""
@@ -255,27 +256,27 @@ class Forks(Generic[U, V]):
             self.users[parent].children += 1
 
     def child_accepted(self, fork: ForkId) -> _Instructions:
-        """The child is counted by the owner."""
+        """The owner counts a child that this worker has offered."""
         offer = self.offers.get(fork)
         if offer is not None and offer.parent is None and offer.to != self.me:
             del self.offers[fork]  # it was counted when it was sent
             return _NOTHING
-        # if this worker sent it to itself, the handle that came of it holds the value now
+        # if this worker sent it to itself, the handle made from it holds the value now
         return self._end_offer(fork)
 
     def offer_known(self, fork: ForkId) -> None:
         """The worker that was offered a fork has it."""
         offer = self.offers.get(fork)
-        # a user's child still has to be accepted: known is not counted
+        # a user's child still has to be accepted: its worker has it, but the owner may not count it yet
         if offer is not None and offer.parent is None:
             del self.offers[fork]
 
     def offer_refused(self, fork: ForkId) -> _Instructions:
-        """The worker that was offered a fork never got it, and will not take it."""
+        """The worker that was offered a fork never received it, and will refuse it."""
         return self._end_offer(fork)
 
     def _end_offer(self, fork: ForkId) -> _Instructions:
-        """What a fork was made from need not be kept for it any more."""
+        """End an offer: the fork or the value that it was made from need not be kept for it any more."""
         offer = self.offers.pop(fork, None)
         if offer is None:
             return _NOTHING
@@ -287,22 +288,25 @@ class Forks(Generic[U, V]):
         return self._end_if_unused(user)
 
     def offer_queried(self, fork: ForkId, parent: WorkerInfo) -> None:
-        """A worker that offered a fork asks whether it is known here; the answer is `knows`, asked before."""
+        """A worker has asked about a fork that it offered: refuse the fork from now on if it is unknown here.
+
+        The reply is that of `knows`, which the caller asks first.
+        """
         if fork not in self.users:
             self._refused[fork] = parent
 
-    # -- events: what happened to this worker's own values
+    # -- events about values that this worker owns
 
     def value_shared(self, owned: V) -> None:
-        """A value of this worker got an id that others can hold; its handle here holds it too."""
+        """The id of a value of this worker was passed on: it is kept in `owned` now, and its handle here is a hold."""
         if owned.rref not in self.owned:
             self.owned[owned.rref] = owned
             owned.holds = 1
 
     def creation_arrived(self, rref: RRefId, fork: ForkId, user: WorkerInfo) -> V | None:
-        """A worker wants a value created here; None if it must not be, because it was given up."""
+        """A creation has arrived. Returns the value; None if it must not be created, because the creator gave it up."""
         owned = self.owned.get(rref)
-        if owned is None:  # nobody has asked for it before
+        if owned is None:  # no message of a user has arrived before
             owned = self.owned[rref] = self._make_owned(rref, _BEING_CREATED, {fork: user}, 1)
             return owned
         if owned.state is not _EXPECTED:
@@ -313,7 +317,7 @@ class Forks(Generic[U, V]):
         return owned
 
     def creation_ended(self, owned: V) -> None:
-        """The value, or the error in its place, is there."""
+        """The value was created, or its creation has failed."""
         if owned.state is _BEING_CREATED:
             owned.state = _READY
             owned.holds -= 1
@@ -321,17 +325,17 @@ class Forks(Generic[U, V]):
                 self._drop_if_unused(owned)
 
     def creation_abandoned(self, rref: RRefId, fork: ForkId, user: WorkerInfo, reason: str) -> _Instructions:
-        """The creator gave a creation up that has not arrived here, and will not be taken any more."""
+        """The creator has given up a creation that has not arrived here, and that is refused from now on."""
         owned = self.owned.get(rref)
         if owned is None:
             owned = self.owned[rref] = self._make_owned(rref, _EXPECTED)
         following = self._abandon(owned, reason)
         if owned.state is OwnerState.ABANDONED:
-            owned.forks[fork] = user  # as the creation would have done: users of it may be on their way still
+            owned.forks[fork] = user  # as the creation would have done: forks made from it may still be in flight
         return following
 
     def creation_denied(self, rref: RRefId) -> _Instructions:
-        """The worker that would have created an expected value says that no creation of it is on its way here."""
+        """The creator of an expected value has replied that no creation of it is in flight to this worker."""
         owned = self.owned.get(rref)
         if owned is None:
             return _NOTHING
@@ -344,7 +348,7 @@ class Forks(Generic[U, V]):
         return (FailValue(owned, reason),)
 
     def fork_requested(self, rref: RRefId, fork: ForkId, user: WorkerInfo, is_created: bool) -> _Instructions:
-        """A user asks to be counted. Afterwards `counts` tells whether it is."""
+        """A user has asked to be counted. Afterwards `counts` returns whether it is."""
         owned, following = self._find_or_expect(rref, is_created)
         if owned is not None:
             owned.forks[fork] = user
@@ -360,14 +364,14 @@ class Forks(Generic[U, V]):
             self._drop_if_unused(owned)
 
     def value_awaited(self, rref: RRefId, is_created: bool) -> _Instructions:
-        """Something here wants a value that may not have been created yet; it holds it until `owner_handle_dropped`."""
+        """Code on this worker needs a value that may not be created yet, and holds it until `owner_handle_dropped`."""
         owned, following = self._find_or_expect(rref, is_created)
         if owned is not None:
             owned.holds += 1
         return following
 
     def creation_on_oneself_started(self, rref: RRefId) -> V:
-        """`remote` was called here, for this worker itself: the handle holds a value that is still to be created."""
+        """`remote` was called here for this worker itself: the handle holds a value that is still to be created."""
         owned = self.owned[rref] = self._make_owned(rref, _EXPECTED)
         owned.holds = 1
         return owned
@@ -380,7 +384,7 @@ class Forks(Generic[U, V]):
             self._drop_if_unused(owned)
 
     def _find_or_expect(self, rref: RRefId, is_created: bool) -> tuple[V | None, _Instructions]:
-        """A value of this worker; one that is not here may still be on its way, unless that is known not to be so."""
+        """Return a value of this worker, expected if it is not here; None if its creation can arrive no more."""
         owned = self.owned.get(rref)
         if owned is not None:
             return owned, _NOTHING
@@ -432,7 +436,7 @@ class Forks(Generic[U, V]):
             self._ghosts.popitem(last=False)
 
     def peer_connected(self, worker: WorkerInfo) -> _Instructions:
-        """There is a connection to a worker: for the first time, again, or although it was taken for lost."""
+        """There is a connection to a worker: for the first time, again, or although it was considered lost."""
         self._lost.discard(worker.id)
         named = WorkerInfo(worker.name, UNKNOWN_ID)
         for user in self.users.values():

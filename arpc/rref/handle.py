@@ -1,4 +1,4 @@
-"""RRef: a handle to an object that stays on its owner, and the proxies that call it there."""
+"""RRef: a handle to an object that stays on its owner, with methods that fetch the object or call it there."""
 
 from __future__ import annotations
 
@@ -45,15 +45,16 @@ F = TypeVar("F", bound=OwnerFuture)
 
 _STACK_LIMIT: Final = 12
 _PACKAGE: Final = f"{Path(__file__).parents[1]}{os.sep}"
-"""Where the files of arpc are."""
+"""The directory of arpc's own code."""
 _new_rref = object.__new__
 
 
 class RRef(Generic[T_co]):
     """A reference to a value on some worker, its owner.
 
-    `remote` makes one to what a function returns elsewhere; ``RRef(value)`` makes one to an object of this worker. It
-    can be passed in calls and returned from them. The value lives as long as anyone in the group holds an RRef to it.
+    `remote` makes one for the result of a function on another worker; ``RRef(value)`` makes one for an object of this
+    worker. It can be passed in calls and returned from them. The value lives as long as any worker in the group holds
+    an RRef to it.
 
     ::
 
@@ -61,8 +62,8 @@ class RRef(Generic[T_co]):
         await counter.rpc_sync().add(3)                 # runs there
         value = await counter.remote().total()          # `await rref` fetches a copy of the value
 
-    A call that returns an RRef does not wait, so calls can be chained. An error while the value is created is raised at
-    each use.
+    A call that returns an RRef does not wait, so calls can be chained. An error while the value is created is raised by
+    each use of the RRef.
     """
 
     __slots__ = (
@@ -77,9 +78,9 @@ class RRef(Generic[T_co]):
     )
 
     _future: Future[Any] | None
-    """That of the creation, once somebody has asked for it."""
+    """The future of the creation, once `_get_future` was called; None before."""
     _type: Future[type[T_co]] | Any
-    """What is known of the value's type: a future of it once somebody has asked, or the hint of its maker."""
+    """The value's type, if known: a future once `_get_type` was called; else the maker's hint, or the class called."""
 
     def __init__(self, value: T_co, type_hint: object = None) -> None:
         scope = find_scope()
@@ -97,7 +98,7 @@ class RRef(Generic[T_co]):
     def set_up(
         self, context: RRefContext, use: Use | None, value: Value | None, creation: Creation | None = None
     ) -> None:
-        """Fill in a new handle to what a worker's context knows: a ``use``, or a ``value`` of that worker itself."""
+        """Fill in a new handle, either to a ``use`` of this worker or to a ``value`` that this worker owns."""
         self._context = context
         self._use = use
         self._value = value
@@ -108,7 +109,7 @@ class RRef(Generic[T_co]):
 
     @classmethod
     def of(cls, context: RRefContext, held: Use | Value) -> Self:
-        """An RRef to something that a worker's context knows. For arpc's own code."""
+        """Return an RRef to a use or a value of a worker's context. For arpc's own code."""
         made = _new_rref(cls)
         made.set_up(context, held if isinstance(held, Use) else None, held if isinstance(held, Value) else None)
         return made
@@ -122,7 +123,7 @@ class RRef(Generic[T_co]):
     # -- owner and state
 
     def owner(self) -> WorkerInfo:
-        """The worker that has the value."""
+        """Return the worker that has the value."""
         return self._context.identified(self._owner)
 
     def owner_name(self) -> str:
@@ -130,7 +131,7 @@ class RRef(Generic[T_co]):
 
     @property
     def _owner(self) -> WorkerInfo:
-        """The owner as far as it is known. Calls go to its address, so that a successor under its name gets none."""
+        """The owner; its id may be unknown. Calls go to a known id, so that a successor under its name gets none."""
         return self._context.info if self._use is None else self._use.owner
 
     def is_owner(self) -> bool:
@@ -142,13 +143,13 @@ class RRef(Generic[T_co]):
         return self._use is None or self._use.is_confirmed
 
     def ids(self) -> tuple[GloballyUniqueId, GloballyUniqueId | None]:
-        """The id that all RRefs to the value have, and the one of this user of it; None on the owner."""
+        """Return the id shared by all RRefs to the value, and the id of this fork; the latter is None on the owner."""
         fork = None if self._use is None else GloballyUniqueId.from_int(self._use.fork)
         return GloballyUniqueId.from_int(self._rref), fork
 
     @property
     def failure(self) -> BaseException | None:
-        """The error that each use would raise, as far as this worker knows; None if there is none."""
+        """The error that each use would raise, as far as this worker knows; None if none is known."""
         if self._use is not None:
             return self._use.failure
         return self._value.error if self._value is not None else None
@@ -158,10 +159,10 @@ class RRef(Generic[T_co]):
             return f"OwnerRRef({GloballyUniqueId.from_int(self._rref)})"
         return str(self._use)
 
-    if not TYPE_CHECKING:  # a type checker says so before
+    if not TYPE_CHECKING:  # a type checker reports the mistake itself
 
         def __getattr__(self, name: str) -> NoReturn:
-            # not only for people: copying, pickling and notebooks ask for what begins with an underscore
+            # copy, pickle and notebooks probe for names with an underscore, and need no advice
             if name.startswith("_"):
                 raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
             raise AttributeError(
@@ -171,7 +172,7 @@ class RRef(Generic[T_co]):
 
     @property
     def _summary(self) -> str:
-        """Class, owner and state, for people: ``RRef[Counter] on 'ps' (confirmed)``."""
+        """Class, owner and state, for display: ``RRef[Counter] on 'ps' (confirmed)``."""
         known = self.known_type()
         held = "" if known is None else f"[{name_of_class(known)}]"
         return f"RRef{held} on {self.owner_name()!r} ({self._state()})"
@@ -186,11 +187,11 @@ class RRef(Generic[T_co]):
         return "confirmed" if self._use.is_confirmed else "pending"
 
     def _repr_pretty_(self, printer: Any, _is_cycle: bool) -> None:
-        """How IPython shows it."""
+        """Print the summary in IPython."""
         printer.text(self._summary)
 
     def _repr_html_(self) -> str:
-        """How a notebook shows it."""
+        """Return the summary for a notebook."""
         return f"<code>{html.escape(self._summary)}</code>"
 
     # -- the value
@@ -199,10 +200,10 @@ class RRef(Generic[T_co]):
         return self.to_here().__await__()
 
     async def to_here(self, timeout: float | Unset = UNSET) -> T_co:
-        """A copy of the value, once it is there; on the owner, the value itself.
+        """Return a copy of the value, once it is created; on the owner, the value itself.
 
-        Raises what its creation raised, `RRefCreationError` if that timed out, `OwnerLostError` if the owner is lost,
-        and `RpcTimeoutError` if the value does not come in time.
+        Raises the error that the creation raised, `RRefCreationError` if the creation timed out, was cancelled or was
+        lost, `OwnerLostError` if the owner is lost, and `RpcTimeoutError` if the value does not arrive in time.
         """
         use, creation = self._use, self._creation
         if self._is_released or (use is not None and use.failure is not None):
@@ -219,7 +220,7 @@ class RRef(Generic[T_co]):
                     creation.waiter = None
                     raise
                 finally:
-                    del waiter  # whose exception refers to this frame
+                    del waiter  # its exception refers to this frame
                 value: T_co
                 if type(answer) is not tuple:
                     value = answer
@@ -231,7 +232,7 @@ class RRef(Generic[T_co]):
         future, is_created = self.owner_future(FetchFuture), use.is_created
         context.agent.request(RRefFetch, address_of(use.owner), (use.rref, is_created), timeout, future=future)
         if not is_created:
-            # it is interrupted if it turns out that there will be no value
+            # `Use.fail` ends the fetch if it turns out that there will be no value
             if use.fetches is None:
                 use.fetches = set()
             use.fetches.add(future)
@@ -243,7 +244,7 @@ class RRef(Generic[T_co]):
         finally:
             if use.fetches is not None:
                 use.fetches.discard(future)
-            del future  # whose exception refers to this frame
+            del future  # its exception refers to this frame
 
     async def _wait_here(self, value: Value, timeout: float | Unset) -> T_co:
         self._context.service.look_for(value)
@@ -255,11 +256,11 @@ class RRef(Generic[T_co]):
                 return cast("T_co", await value.get())
         except TimeoutError as error:
             if value.is_ready:
-                raise  # it is the function's own
+                raise  # the TimeoutError is the function's own
             raise RpcTimeoutError(f"{self!r} had no value within {timeout_s} s") from error
 
     async def local_value(self) -> T_co:
-        """The value itself. On its owner only."""
+        """Return the value itself, once it is created. Raises `RRefError` on any worker but the owner."""
         if self._value is None:
             raise RRefError(
                 f"For {self!r}, can't call local_value() on user {self._context.info}. Call it on owner {self.owner()}"
@@ -269,10 +270,10 @@ class RRef(Generic[T_co]):
         return cast("T_co", await self._value.get())
 
     async def backward(self, ctx_id: int = -1, retain_graph: bool = False, *, timeout: float | Unset = UNSET) -> None:
-        """Run a backward pass from the value, a scalar tensor, on its owner: in the autograd context ``ctx_id``.
+        """Run a backward pass from the value, a scalar tensor, on its owner, in the autograd context ``ctx_id``.
 
-        Without a context, which is for the owner only, it is the value's own ``backward()``. ``timeout`` is that of
-        `arpc.autograd.backward`.
+        Without ``ctx_id``, which is possible on the owner only, it calls the value's own ``backward()``. ``timeout`` is
+        as in `arpc.autograd.backward`.
         """
         self._check("backward() called")
         await self._context.backward(self, ctx_id, retain_graph, timeout)
@@ -287,22 +288,22 @@ class RRef(Generic[T_co]):
     # -- calls on the value
 
     def rpc_async(self, timeout: float | Unset = UNSET) -> AsyncProxy[T_co]:
-        """``rref.rpc_async().method(...)`` starts a call of a method of the value, where it is: a `Future`."""
+        """``rref.rpc_async().method(...)`` calls a method of the value on its owner and returns a `Future`."""
         return AsyncProxy(self, self._call_method, timeout)
 
     def rpc_sync(self, timeout: float | Unset = UNSET) -> SyncProxy[T_co]:
-        """``await rref.rpc_sync().method(...)`` calls a method of the value, where it is."""
+        """``await rref.rpc_sync().method(...)`` calls a method of the value on its owner."""
         return SyncProxy(self, self._call_method, timeout)
 
     def remote(self, timeout: float | Unset = UNSET) -> RemoteProxy[T_co]:
-        """``rref.remote().method(...)`` is an RRef to what a method of the value returns. Nothing is waited for."""
+        """``rref.remote().method(...)`` calls a method of the value and returns at once an RRef to its result."""
         return RemoteProxy(self, self._remote_method, timeout)
 
     def stream(self, timeout: float | Unset = UNSET, window: int = 16) -> StreamProxy[T_co]:
-        """``async for item in rref.stream().method(...)`` has the items that a method yields, as they are made.
+        """``async for item in rref.stream().method(...)`` receives the items of a method as it yields them.
 
-        ``async for item in rref.stream()`` has the items of the value itself, such as a generator that is held there. A
-        second loop goes on where the first was left, but items that were in flight then are lost: at most ``window``.
+        ``async for item in rref.stream()`` receives the items of the value itself, such as a generator held there. A
+        second loop continues where the first one stopped, but items that were in flight are lost: at most ``window``.
         """
         return StreamProxy(self, self._stream_method, timeout, window)
 
@@ -334,13 +335,16 @@ class RRef(Generic[T_co]):
     # -- for arpc's own code
 
     def target(self) -> tuple[int, bool]:
-        """How calls name the value to its owner. Raises if the RRef is known to be of no use."""
+        """Return the arguments with which a call names the value to its owner: its id, and `UserFork.is_created`.
+
+        Raises the failure of the RRef, if one is known, and `RRefError` if it was released.
+        """
         use = self._use
         if self._is_released or (use is not None and use.failure is not None):
             try:
                 self._check("methods called")
             except ArpcError as error:
-                set_may_have_run(error, may_have_run=False)  # the error is kept, and about another call
+                set_may_have_run(error, may_have_run=False)  # the stored error is about another call
                 raise
         if use is not None:
             return use.rref, use.is_created
@@ -349,7 +353,7 @@ class RRef(Generic[T_co]):
         return value.rref, False
 
     def owner_future(self, kind: type[F]) -> F:
-        """A future for a call of the owner. The RRef lives until that has ended."""
+        """Return a future for a call to the owner. It keeps the RRef alive until the call has ended."""
         future = kind(loop=self._context.agent.loop)
         future.anchor = self
         return future
@@ -365,16 +369,16 @@ class RRef(Generic[T_co]):
         name: str = "",
         depth: int = 5,
     ) -> None:
-        """Call a function on the owner, with `target` before its arguments, for an `owner_future`.
+        """Call a function on the owner, with `target` before its arguments. ``future`` is an `owner_future`.
 
-        ``name`` is what people call the function, if not by its own; ``depth`` is that of the user's frame.
+        ``name`` is the name shown to users, if not the function's own; ``depth`` is that of the user's stack frame.
         """
         arguments, context, use = (*self.target(), *args), self._context, self._use
         to = address_of(context.info if use is None else use.owner)
         context.agent.call(to, function, arguments, kwargs, timeout, depth=depth, future=future, name=name)
 
     def known_type(self) -> type | None:
-        """The type of the value, if that is known here without asking anybody."""
+        """Return the type of the value if this worker knows it, without a message; else None."""
         known = self._type
         if known is not None:
             if isinstance(known, type):
@@ -385,17 +389,20 @@ class RRef(Generic[T_co]):
         if self._value is not None and self._value.content is not NOTHING:
             return type(self._value.content)
         if self._creation is not None and isinstance(self._creation.function, type):
-            self._type = self._creation.function  # every call of a method asks
+            self._type = self._creation.function  # cached, since every method call looks it up
             return self._creation.function
         return None
 
     def name_of_method(self, name: str) -> str:
-        """What people call a method of the value: with the class, if that is known here."""
+        """Return the name of a method as shown to users: with the value's class, if that is known here."""
         known = self.known_type()
         return name if known is None else _name_of_method(known, name)
 
     def pack(self, context: RRefContext, parcel: Parcel) -> tuple[str, int, RRefId, ForkId, str, bool]:
-        """Make a fork for the worker that a pickle is for, which counts once the pickle is complete."""
+        """Make a fork for the receiver of a pickle, and return its data. It is offered once the pickle is complete.
+
+        Raises `SerializationError` if the pickle is for no worker, or if the RRef belongs to another worker's context.
+        """
         to, number = parcel.to, self._rref
         if to is None:
             self.__reduce__()
@@ -423,7 +430,7 @@ class RRef(Generic[T_co]):
     # -- names that torch has, too
 
     def _get_type(self, timeout: float | Unset = UNSET) -> Future[type[T_co]]:
-        """The type of the value, asked once; ``await`` it."""
+        """Return a future of the value's type. The owner is asked only once."""
         if not isinstance(self._type, Future):
             future = self.owner_future(OwnerFuture)
             self.call_on_owner(future, rref_typeof_on_owner, timeout=timeout, depth=3)
@@ -431,7 +438,7 @@ class RRef(Generic[T_co]):
         return self._type
 
     def _get_future(self) -> Future[Any] | None:
-        """The future of the creation, on the worker that called `remote`. It has no value: that stays on the owner."""
+        """Return the future of the creation on the worker that called `remote`, else None. Its result is None."""
         if self._future is None and self._creation is not None:
             self._future = self._creation.future()
         return self._future
@@ -439,7 +446,7 @@ class RRef(Generic[T_co]):
     # -- the end of it
 
     async def release(self) -> None:
-        """Let go of the value now, and wait until the owner knows. The handle cannot be used any more."""
+        """Release the value now, and wait until the owner has acknowledged that. The handle cannot be used any more."""
         if self._is_released:
             return
         self._is_released = True
@@ -463,7 +470,7 @@ class RRef(Generic[T_co]):
         await self.release()
 
     def __del__(self) -> None:
-        # On any thread, at any time, and perhaps half made: see ControlQueue.drop
+        # Runs on any thread, at any time, perhaps on a half-made object: see ControlQueue.drop
         try:
             if self._is_released:
                 return
@@ -488,7 +495,7 @@ def _name_of_method(kind: type, name: str) -> str:
 
 
 def _stack() -> str:
-    """Where the user's code is, without the frames of this module."""
+    """Return the stack of the user's code, without arpc's own frames."""
     frames = [frame for frame in traceback.extract_stack(limit=_STACK_LIMIT) if not frame.filename.startswith(_PACKAGE)]
     return "".join(traceback.format_list(frames))
 
@@ -504,9 +511,9 @@ def create_remote(
     anchor: object = None,
     name: str = "",
 ) -> RRef[Any]:
-    """An RRef to what a function returns on another worker. From any thread.
+    """Return an RRef to the result of a function on a worker, without waiting. May be called in any thread.
 
-    ``anchor`` lives until the function has run. ``name`` is what people call it, if not by the function's own.
+    ``anchor`` is kept alive until the function has run. ``name`` is the name shown to users, if not the function's own.
     """
     made = _stack() if context.tells_stacks else ""
     if get_ident() == context.thread:

@@ -1,7 +1,7 @@
-"""Questions to other workers about RRefs that were not heard of for a while.
+"""Queries to other workers about forks and creations that are overdue.
 
-A worker that was offered a fork, and does not answer, is asked whether it has the fork. The creator of an expected
-value, whose creation does not arrive, is asked whether it is still on its way.
+A worker that was offered a fork, and does not acknowledge it, is asked whether it has the fork. The creator of an
+expected value, whose creation does not arrive, is asked whether the creation is still in flight.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _SHORTEST_S: Final = 0.05
 
 
 class Inquiries:
-    """The questions of one worker, each asked after `RpcOptions.rref_grace` seconds, and again until it is settled.
+    """The queries of one worker, each sent after `RpcOptions.rref_grace` seconds, and again until it is settled.
 
-    A creator tells the owner when it gives a creation up. The question to it is for creators that could not: they are
-    dead, were never connected to this worker, or speak of another worker that had this one's name.
+    A creator notifies the owner when it gives a creation up. The query covers creators that could not: they are dead,
+    were never connected to this worker, or meant another worker that had this one's name.
     """
 
     def __init__(self, context: RRefContext) -> None:
@@ -39,16 +39,16 @@ class Inquiries:
         self._loop = context.agent.loop
         self._grace_s = max(_SHORTEST_S, context.options.rref_grace)
         self.due: deque[tuple[float, Callable[[int], None], int]] = deque()
-        """When to ask, how, and about which id."""
+        """The time of each query, the method that sends it, and the id that it is about."""
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
 
     def offered(self, fork: ForkId) -> None:
-        """A fork was offered just now."""
+        """Schedule a query about a fork that was offered just now."""
         self._ask_later(self.ask_about_offer, fork)
 
     def expected(self, rref: RRefId) -> None:
-        """A value is expected from now on."""
+        """Schedule a query about a value that is expected from now on."""
         self._ask_later(self._ask_about_creation, rref)
 
     def _ask_later(self, ask: Callable[[int], None], id_: int) -> None:
@@ -59,7 +59,7 @@ class Inquiries:
     def _wait(self) -> None:
         if self.due and not self._is_closed:
             delay_s = max(_SHORTEST_S, self.due[0][0] - self._loop.time())
-            # a handler may have caused this, whose context must not be kept for so long
+            # not in the current context: it may be that of a handler, and must not be kept for so long
             self._timer = self._loop.call_later(delay_s, self._look, context=self._context.fresh_context())
 
     def _look(self) -> None:
@@ -72,19 +72,19 @@ class Inquiries:
             self._wait()
 
     def ask_about_offer(self, fork: ForkId) -> None:
-        """Ask about a fork now, if it has not been heard of."""
+        """Send a query about an offered fork now, if it is still not acknowledged."""
         offer = self._forks.offers.get(fork)
         if offer is None or offer.to == self._agent.info:
             return
         peer = self._agent.peer(offer.to.id)
         connection = peer.connection if peer is not None else None
         if peer is not None and (peer.backlog or (connection is not None and connection.unsent_bytes)):
-            self.offered(fork)  # it may not have left yet
+            self.offered(fork)  # the offer may not have been sent yet
         else:
             self._context.post.add(Send(RRefForkQuery, offer.to, (fork,)))
 
     def offers_answered(self, items: Sequence[Item], unknown: Sequence[ForkId] | None) -> None:
-        """A worker has said which of the forks it was asked about are unknown to it; None: ask again later."""
+        """Handle the reply to a fork query: the forks that are unknown to the worker; None: ask again later."""
         refused = frozenset(unknown or ())
         for (fork,) in items:
             if fork in refused:
@@ -101,7 +101,7 @@ class Inquiries:
             self._context.post.add(Send(RRefCreationQuery, creator, (rref,)))
 
     def creations_answered(self, items: Sequence[Item], denied: Sequence[RRefId]) -> None:
-        """A creator has said which of the values it was asked about it does not create."""
+        """Handle the reply to a creation query: the values that the creator does not create."""
         not_coming = frozenset(denied)
         for (rref,) in items:
             if rref in not_coming:

@@ -1,4 +1,4 @@
-"""What is to be done about an event: the instructions that `forks.Forks` gives, and the context carries out."""
+"""The instructions that `forks.Forks` returns for an event, and that the context carries out."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["AwaitCreation", "FailValue", "ForgetFork", "Instruction", "MarkConfi
 
 
 class Instruction(msgspec.Struct, frozen=True, gc=False):
-    """Something that is to be done."""
+    """The base of all instructions."""
 
 
 class Send(Instruction, frozen=True):
-    """Tell another worker about one fork: ``item`` goes with the next message of that class."""
+    """Send ``item``, about one fork or value, to another worker with the next message of that class."""
 
     message: type[Message]
     to: WorkerInfo
@@ -26,15 +26,15 @@ class Send(Instruction, frozen=True):
 
 
 class AwaitCreation(Instruction, frozen=True):
-    """A value is expected. If its creation does not arrive in time, ask its creator whether it is still on its way."""
+    """Expect the creation of a value. If it does not arrive in time, ask its creator whether it is still in flight."""
 
     rref: RRefId
 
 
 class FailValue(Instruction, frozen=True):
-    """It will never be created: all that wait for it, or ask for it later, get an error with the reason.
+    """Fail a value that will never be created: callers that wait for it, now or later, get an error with the reason.
 
-    It may have been dropped since: then nobody asks for it later, but somebody may wait for it still.
+    The value may have been dropped since: no later caller asks for it then, but some may still wait for it.
     """
 
     owned: Owned
@@ -42,20 +42,20 @@ class FailValue(Instruction, frozen=True):
 
 
 class ForgetFork(Instruction, frozen=True):
-    """A user has ended here, and its owner, which is gone, will not be told."""
+    """Forget a user that has ended here. Its owner is gone, and is not notified."""
 
     fork: ForkId
 
 
 class MarkConfirmed(Instruction, frozen=True):
-    """The owner counts a fork that asked for it: handlers that waited for that may start."""
+    """Mark a fork that the owner counts now: handlers that waited for that may start."""
 
     fork: ForkId
 
 
 class MarkLost(Instruction, frozen=True):
-    """It cannot be used any more: its owner is lost, or does not have the value."""
+    """Mark a fork that cannot be used any more: its owner is lost, or does not have the value."""
 
     fork: ForkId
     is_refused: bool = False
-    """The owner is there, and does not count the fork."""
+    """Whether the owner is alive, but does not count the fork."""

@@ -1,12 +1,12 @@
-"""What ``rref.rpc_async()`` and its like return: attributes are methods of the value, called where it is.
+"""The proxies that ``rref.rpc_async()`` and its like return: their attributes call the value's methods on its owner.
 
 Two ways to name a method::
 
     rref.rpc_async().add(3)                    # by attribute: short, and its result is Any to a type checker
     rref.rpc_async()(Counter.add, 3)           # by the method itself: arguments and result are checked and completed
 
-Python's types have no way to say "the methods of T, each returning a Future of what it returned", so a type checker
-cannot know more of an attribute. A shell or notebook completes them by what is known of the value at run time.
+Python's types cannot express "the methods of T, each returning a Future of its result", so a type checker sees no more
+of an attribute. A shell or notebook completes attributes from the value's type, if that is known at run time.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ R = TypeVar("R")
 
 
 class _Proxy(Generic[T_co]):
-    """Names of methods to calls of them."""
+    """The base of the proxies."""
 
     __slots__ = ("_rref", "_rref_call", "_timeout")
 
@@ -44,7 +44,7 @@ class _Proxy(Generic[T_co]):
         return f"<{type(self).__name__} of {self._rref!r}>"
 
     def __dir__(self) -> Iterable[str]:
-        """For completion in a shell or notebook: the methods of the value, as far as its type is known here."""
+        """Return the names for completion in a shell or notebook: the value's methods, if its type is known here."""
         known = self._rref.known_type()
         return super().__dir__() if known is None else [name for name in dir(known) if not name.startswith("_")]
 
@@ -77,13 +77,13 @@ class AsyncProxy(_Proxy[T_co]):
 
 
 class SyncProxy(AsyncProxy[T_co]):
-    """Calls methods; what they return is to be awaited."""
+    """Calls methods; the caller awaits the results."""
 
     __slots__ = ()
 
 
 class RemoteProxy(_Proxy[T_co]):
-    """Calls methods; their results stay on the owner, and RRefs to them are returned at once."""
+    """Calls methods and returns RRefs at once; the results stay on the owner."""
 
     __slots__ = ()
 
@@ -106,7 +106,7 @@ class RemoteProxy(_Proxy[T_co]):
 
 
 class StreamProxy(_Proxy[T_co]):
-    """Iterates over what methods, or the value itself, yield."""
+    """Iterates over the items that methods, or the value itself, yield."""
 
     __slots__ = ("_window",)
 

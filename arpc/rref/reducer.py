@@ -1,4 +1,4 @@
-"""RRefs in pickles: each that leaves a worker is a fork for the one it goes to."""
+"""RRefs in pickles: each RRef that leaves a worker becomes a new fork for its receiver."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["bare", "reduce_rref"]
 
 
 def reduce_rref(context: RRefContext, rref: RRef[Any], parcel: Parcel) -> tuple[Any, ...]:
-    """Pack an RRef for a worker: it gets a fork of its own, which counts once the pickle is complete."""
+    """Pack an RRef for a worker, which gets a new fork. The fork is offered once the pickle is complete."""
     return _rebuild, rref.pack(context, parcel)
 
 
@@ -29,14 +29,14 @@ def _rebuild(owner_name: str, owner_id: int, rref: int, fork: int, parent: str, 
         raise SerializationError("an RRef can be unpickled by a worker that received it in a call, and nowhere else")
     context: RRefContext = scope.worker.rref_context
     owner = context.identified(WorkerInfo(owner_name, owner_id))
-    # the id of a fork names its maker, which is the sender
+    # the fork's id contains the id of the worker that made it: the sender
     held = context.receive(rref, fork, owner, WorkerInfo(parent, creator_of(fork)), is_created=is_created)
     made: RRef[Any] = RRef.of(context, held)
     return made if context.skin is None else context.skin.wrap(made)
 
 
 def bare(handle: Any) -> RRef[Any]:
-    """The RRef itself, of one that may come in the `Skin` of its worker."""
+    """Return the RRef itself for an RRef or an object of the worker's `Skin`. Raises TypeError for anything else."""
     if isinstance(handle, RRef):
         return handle
     scope = current_scope.get()

@@ -1,4 +1,4 @@
-"""RRefs as a table: for people, for the dashboard, and for the search for leaks."""
+"""RRefs as a table: for users, for the dashboard, and to find leaks."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ class RRefRow:
 
     id: GloballyUniqueId
     fork_id: GloballyUniqueId | None
-    """Of a user."""
+    """The id of a user's fork; None for an owner."""
     role: Literal["owner", "user"]
     owner: str
     state: str
     type: str
-    """Of the value; a user does not know it."""
+    """The type of the value; empty for a user."""
     forks: dict[str, int]
-    """How many users of each worker the owner counts."""
+    """The number of forks that the owner counts, by worker; empty for a user."""
     handles: int
-    """Held on this worker."""
+    """The number of handles on this worker; for an owner, see `Owned.holds`."""
     made: str
-    """The function it came from, or the lines of code that made it (`RpcOptions.rref_creation_stacks`)."""
+    """The function or the worker it came from, or the code that made it (`RpcOptions.rref_creation_stacks`)."""
     age_s: float = 0.0
-    """How long this worker has known it."""
+    """The seconds since this worker first recorded it."""
 
     def __str__(self) -> str:
         held = ", ".join(f"{count} on {worker}" for worker, count in sorted(self.forks.items())) or "no other worker"
@@ -49,8 +49,8 @@ class RRefRow:
 
 
 def rref_rows(context: RRefContext) -> list[RRefRow]:
-    """Those this worker owns, then those it uses."""
-    if get_ident() == context.thread:  # values belong to the loop, and anybody may ask for a report
+    """Return the RRefs that this worker owns, then those that it uses. May be called in any thread."""
+    if get_ident() == context.thread:  # only the loop stores values
         context.service.keep_answered()
     now = monotonic()
     of_owner = (
@@ -87,7 +87,7 @@ def rref_rows(context: RRefContext) -> list[RRefRow]:
 
 
 def rref_statistics(context: RRefContext) -> dict[str, int]:
-    """Counters, named as users of torch know them."""
+    """Return counters, with torch's names where torch has them."""
     users = context.forks.users.values()
     return {
         "num_owner_rrefs": len(context.forks.owned),
@@ -102,18 +102,18 @@ def rref_statistics(context: RRefContext) -> dict[str, int]:
 
 
 def find_survivors(context: RRefContext) -> tuple[RRefRow, ...]:
-    """What is still held when nothing is under way any more: users, and values of this worker that others hold."""
+    """Return the RRefs still held once nothing is in flight: users, and values of this worker that others hold."""
     return tuple(row for row in rref_rows(context) if row.role == "user" or row.forks)
 
 
 def report_survivors(context: RRefContext, rows: tuple[RRefRow, ...]) -> None:
-    """At a graceful shutdown: what was still held, and is let go of now. A warning only with `rref_creation_stacks`."""
+    """Log the RRefs that a graceful shutdown releases: as a warning with `rref_creation_stacks`, else for debugging."""
     level = logging.WARNING if context.options.rref_creation_stacks else logging.DEBUG
     _log(level, context, rows, "RRefs are still held at shutdown")
 
 
 def report_leaks(context: RRefContext) -> tuple[RRefRow, ...]:
-    """After everyone has let go: values of this worker that others still hold all the same."""
+    """Log and return the values of this worker that are still held after all workers have released their RRefs."""
     rows = tuple(row for row in find_survivors(context) if row.role == "owner")
     _log(logging.WARNING, context, rows, "RRefs leak: their users were never heard of again")
     return rows

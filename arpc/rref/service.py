@@ -1,4 +1,4 @@
-"""What a worker does when others speak to it about RRefs: creations, fetches, and the messages of the protocol."""
+"""Handlers for all messages about RRefs: creations, fetches, and the messages of the reference-counting protocol."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ _LABEL: Final = Struct("<4Q")
 _LABEL_BYTES: Final = _LABEL.size
 _VALUE: Final = int(RequestFlag.VALUE)
 _THREAD: Final = Mode.THREAD
-# How long the end of a creation in a thread may wait until the loop looks, if nothing needs the value before
+# The delay after which the loop stores the results of creations in threads, if nothing needs a value before
 _LOOK_S: Final = 0.05
 _LONGEST_REASON: Final = 1000
 _text = GloballyUniqueId.from_int
@@ -48,16 +48,16 @@ _unpack = _LABEL.unpack_from
 
 
 def pack_label(number: int, oldest: int, rref: int, fork: int, made: str) -> bytes:
-    """Pack what the owner must know of a creation: its number (see `exactly_once`), the RRef and its first fork.
+    """Pack the label of a creation: its number (see `exactly_once`), and the ids of the RRef and its first fork.
 
-    ``made`` says where the creator's code made the RRef, or what people call the function, if not by its name.
+    ``made`` is the stack of the creator's code, or the name shown to users if that is not the function's; or empty.
     """
     label = _pack(number, oldest, rref, fork)
     return label + made.encode() if made else label
 
 
 def unpack_label(data: bytes | None) -> tuple[int, int, int, int, str]:
-    """Unpack the arguments of `pack_label`. Raises `ProtocolError`."""
+    """Return the arguments of `pack_label`. Raises `ProtocolError` if the label is missing or too short."""
     if data is None or len(data) < _LABEL_BYTES:
         raise ProtocolError("a creation without a label")
     made = data[_LABEL_BYTES:].decode(errors="replace") if len(data) > _LABEL_BYTES else ""
@@ -72,16 +72,16 @@ def _caller() -> WorkerInfo:
 
 
 def _items(flat: Sequence[Any], size: int) -> Iterator[tuple[Any, ...]]:
-    """The items of a message, each of which has so many parts."""
+    """Iterate over the items of a message, each of ``size`` parts."""
     return zip(*[iter(flat)] * size, strict=True)
 
 
 class RRefService:
-    """Handles the messages about RRefs that come to one worker. Every handler may be called twice with one message.
+    """Handles the messages about RRefs that one worker receives. Every handler may be called twice with one message.
 
-    A thread sends the answer to a creation itself, like that to any call. The loop, to which values belong, keeps the
-    result when it looks next: when a call needs the value, when users have ended, or after `_LOOK_S`. A thread wakes
-    the loop only if something waits for the value already.
+    A thread sends the reply to a creation itself, as to any call. Only the loop stores values. It stores the result
+    when it looks next: when a call needs the value, when users have ended, or after `_LOOK_S`. A thread wakes the loop
+    only if a call waits for the value already.
     """
 
     def __init__(self, context: RRefContext) -> None:
@@ -89,7 +89,7 @@ class RRefService:
         self.forks = context.forks
         self._windows = context.windows
         self.answered: deque[tuple[Run, Any]] = deque()
-        """Results of creations that threads have answered."""
+        """Results whose replies threads have sent, and that the loop has not stored yet."""
         self._timer: asyncio.TimerHandle | None = None
 
     @property
@@ -106,7 +106,7 @@ class RRefService:
 
     @property
     def creations(self) -> Mapping[type[Message], CreationService]:
-        """The service for messages that name a function."""
+        """The services for messages that name a function."""
         return {RRefCreate: self}
 
     @property
@@ -117,15 +117,15 @@ class RRefService:
 
     @property
     def will_look(self) -> bool:
-        """The loop looks for results before long. Asked in any thread."""
+        """Whether the loop will store results soon. May be read in any thread."""
         return self._timer is not None
 
     def admit(self, run: Run, message: Message) -> Value | None:
-        """Prepare a creation; None if there is nothing to run. Raises `ProtocolError` if it has no label."""
+        """Return the value that a creation makes; None if nothing is to run. Raises `ProtocolError` without a label."""
         number, oldest, rref, fork, made = unpack_label(run.meta.pop(KEY, None) if run.meta else None)
         caller, function = run.inbound.caller, run.function
         if not self._windows[caller.id].admit(number, oldest):
-            # It came twice, and the first is answered; or it was given up, and nobody waits for an answer
+            # A second copy, of which the first is answered; or the creator has given it up and waits for no reply
             if run.handling is not None:
                 self.context.agent.observers.ended(run, 0, None)
             return None
@@ -134,7 +134,7 @@ class RRefService:
             error = RRefError(f"the creation of RRef {_text(rref)} was given up by worker {caller.name!r}")
             self.context.agent.dispatcher.replies.refused(run, error)
             return None
-        if not made and message.arg:  # a function that travels with its arguments has no name yet
+        if not made and message.arg:  # a function that is sent with its arguments has no name yet
             made = function.name
         value.made, value.creator, value.service = made, caller.name, self
         value.is_wanted = bool(message.flags & _VALUE)
@@ -147,13 +147,13 @@ class RRefService:
         self.keep_answered()
 
     def look_for(self, value: Value) -> None:
-        """Keep a value that is about to be awaited, if its thread has ended; else the thread wakes the loop."""
+        """Store the result of a value that is about to be awaited; if its thread still runs, have it wake the loop."""
         if not value.is_ready:
-            value.expect()  # before the look: a thread that ends after it sees that
+            value.expect()  # first: a thread that ends after the next line sees it
             self.keep_answered()
 
     def keep_answered(self) -> None:
-        """Keep the results of creations that threads have answered."""
+        """Store the results of creations whose replies threads have sent."""
         while self.answered:
             run, result = self.answered.popleft()
             run.keep(result)
@@ -176,12 +176,12 @@ class RRefService:
         return value
 
     async def _on_fork_request(self, number: int, oldest: int, items: list[int]) -> list[int]:
-        """The answer: which forks are not counted, because their value is gone."""
+        """Count forks; return those that are not counted, because their value is gone."""
         caller = _caller()
         if self._windows[caller.id].admit(number, oldest):
             for rref, id_, is_created in _items(items, 3):
                 self.context.carry_out(self.forks.fork_requested(rref, id_, caller, bool(is_created)))
-        # One that comes again is answered as before: a fork cannot end before this answer
+        # A second copy gets the same reply as the first: a fork cannot end before its request is answered
         return [id_ for rref, id_, _ in _items(items, 3) if not self.forks.counts(rref, id_)]
 
     async def _on_child_accept(self, number: int, oldest: int, items: list[int]) -> None:
@@ -196,20 +196,20 @@ class RRefService:
     async def _on_creation_failed(self, number: int, oldest: int, items: list[Any]) -> None:
         caller = _caller()
         for rref, id_, of_creation, reason in _items(items, 4):
-            # A creation that has arrived goes on. One that has not is not taken any more: its number is used now
+            # A creation that has arrived goes on. One that arrives later is refused: its number is used now
             if self._windows[caller.id].admit(of_creation, oldest):
                 text = str(reason)[:_LONGEST_REASON]
                 self.context.carry_out(self.forks.creation_abandoned(rref, id_, caller, text))
 
     async def _on_creation_query(self, number: int, oldest: int, items: list[int]) -> list[int]:
-        """The answer: which values this worker has not asked the caller to create, or does not want any more."""
+        """Return the values that this worker has not asked the caller to create, or has given up."""
         under_way = self.forks.creations_under_way(_caller())
         return [rref for rref in items if rref not in under_way]
 
     async def _on_fork_query(self, number: int, oldest: int, items: list[int]) -> list[int] | None:
-        """The answer: which forks are not known here, and never will be. None: ask again later."""
+        """Return the forks that are unknown here and refused from now on; None if the caller must ask again later."""
         caller = _caller()
-        # what arrived before this message may have to be unpacked yet: it is, in the next turns of the loop
+        # messages that arrived before this one may not be unpacked yet: that happens in the next turns of the loop
         await asyncio.sleep(0)
         await asyncio.sleep(0)
         peer = self.context.agent.peer(caller.id)

@@ -1,4 +1,4 @@
-"""What a worker knows of one RRef, as its user and as its owner."""
+"""The states of one RRef on a worker, as one of its users and as its owner."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from arpc.ids import WorkerInfo
 
 __all__ = ["UNANSWERED", "ForkId", "Offer", "Owned", "OwnerState", "RRefId", "UserFork", "UserState"]
 
-# Numbers, as they travel: `GloballyUniqueId.from_int` tells people what they mean
+# Plain numbers, as they are sent: `GloballyUniqueId.from_int` makes them readable
 RRefId: TypeAlias = int
 ForkId: TypeAlias = int
 
 
 class UserState(Enum):
-    """What a user knows of its owner.
+    """The state of a fork, as far as its user knows.
 
     ::
 
         CREATING -> CONFIRMED        CREATING -> FAILING -> FAILED        REQUESTED -> CONFIRMED
 
-    Each of them may become `LOST`, which is the end.
+    Each state may become `LOST`, which is final.
     """
 
     CREATING = auto()
@@ -33,46 +33,46 @@ class UserState(Enum):
     """The owner was asked to count this fork, and has not answered."""
     CONFIRMED = auto()
     FAILING = auto()
-    """The creation was given up here, and the owner has not acknowledged that."""
+    """This worker has given the creation up, and the owner has not acknowledged that."""
     FAILED = auto()
-    """The owner knows that the creation was given up. It may have happened all the same."""
+    """The owner has acknowledged that the creation was given up. The function may have run all the same."""
     LOST = auto()
     """The owner, or the value, is gone."""
 
-    __hash__ = object.__hash__  # every member is one object, and Enum's own hash is a function in Python
+    __hash__ = object.__hash__  # members are singletons, and Enum's own hash is a slow Python function
 
 
 class OwnerState(Enum):
-    """How far a value is: ``EXPECTED -> CREATING -> READY``, or ``EXPECTED -> ABANDONED``."""
+    """The state of a value on its owner: ``EXPECTED -> CREATING -> READY``, or ``EXPECTED -> ABANDONED``."""
 
     EXPECTED = auto()
-    """Users know of it, but its creation has not arrived yet: their messages came over other connections."""
+    """Messages of users have arrived over other connections, but the creation has not."""
     CREATING = auto()
     READY = auto()
     ABANDONED = auto()
-    """Its creation will not arrive, or will be refused if it does. Kept while it has users, which get an error."""
+    """The creation will not arrive, or is refused if it does. Kept while it has users, which get an error."""
 
 
 UNANSWERED: Final = frozenset((UserState.CREATING, UserState.REQUESTED, UserState.FAILING))
 
 
 class UserFork(msgspec.Struct, eq=False):
-    """One fork held by this worker. A Struct because there is one for each RRef: this is the cheapest kind to make."""
+    """One fork held by this worker. Each RRef has one, so it is a Struct, the cheapest kind of object to make."""
 
     rref: RRefId
     fork: ForkId
     owner: WorkerInfo
-    """Its id is unknown until there is a connection, if only the name was known when it was made."""
+    """The owner. If only its name was known at first, its id is unknown until there is a connection."""
     parent: WorkerInfo
-    """The worker that sent it; this worker itself if it was made here."""
+    """The worker that sent the fork; this worker itself if the fork was made here."""
     state: UserState
     is_created: bool
-    """It is certain that the creation has reached the owner."""
+    """Whether the creation is known to have reached the owner."""
     handles: int = 1
     children: int = 0
-    """How many forks made from this one the owner may not count yet."""
+    """The number of forks made from this one that the owner may not count yet."""
     since: float = msgspec.field(default_factory=monotonic)
-    """For reports; nothing is decided by it."""
+    """The time when it was made, for reports only."""
 
 
 class Offer(NamedTuple):
@@ -81,20 +81,20 @@ class Offer(NamedTuple):
     rref: RRefId
     to: WorkerInfo
     parent: ForkId | None
-    """What it was made from; None on the owner."""
+    """The fork that it was made from; None on the owner."""
 
 
 class Owned(msgspec.Struct, eq=False):
-    """One value of this worker that others can hold."""
+    """One value of this worker that other workers can hold."""
 
     rref: RRefId
     state: OwnerState
     forks: dict[ForkId, WorkerInfo] = msgspec.field(default_factory=dict)
-    """Users that are counted, and the workers that they belong to."""
+    """The counted forks, and the workers that hold them."""
     holds: int = 0
-    """Handles on this worker, calls that wait for the value, and the creation while it runs."""
+    """The number of handles on this worker, plus calls that wait for the value, plus the creation while it runs."""
     since: float = msgspec.field(default_factory=monotonic)
-    """For reports; nothing is decided by it."""
+    """The time when it was made, for reports only."""
 
     def dropped(self) -> None:
-        """Nobody holds it any more, and it is not there yet. If its creation comes after all, that makes another."""
+        """The last hold has ended before the value was ready. A creation that still arrives makes another object."""

@@ -39,7 +39,7 @@ def one_at_a_time(target: F) -> F:
     even if the caller has been cancelled. A call that fails, or is cancelled while it waits, makes way for the next.
 
     Not queued are calls of the object in its own process, methods that yield, and the forward passes of an
-    `arpc.nn.RemoteModule`. A method that awaits a remote call of its own object waits for itself, until the timeout.
+    `arpc.nn.RemoteModule`. A method that awaits a remote call of its own object is in a deadlock until the timeout.
     """
     if inspect.isgeneratorfunction(target) or inspect.isasyncgenfunction(target):
         raise TypeError(
@@ -58,14 +58,14 @@ def _takes_turns(kind: type, name: str) -> bool:
 
 
 takes_turns: Callable[[type, str], bool] = lru_cache(maxsize=1024)(_takes_turns)
-"""Whether calls of a method of a class are to run one at a time. Remembered: every call of a method asks."""
+"""Whether calls of a method of a class run one at a time. Cached, since every method call looks it up."""
 
 
 class Turns:
-    """The queues of one worker, by object. There are none while nobody calls."""
+    """The queues of one worker, by object. An object has one only while calls of it run or wait."""
 
     def __init__(self) -> None:
-        # Whatever refers to a lock also refers to its object, whose id nothing else has meanwhile
+        # All code that refers to a lock also refers to its object, so no other object has its id meanwhile
         self._locks: WeakValueDictionary[int, asyncio.Lock] = WeakValueDictionary()
 
     @property
@@ -75,7 +75,7 @@ class Turns:
     async def run(
         self, dispatcher: Dispatcher, value: Any, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]
     ) -> Any:
-        """What a method returns, called when all earlier calls of its object have ended."""
+        """Call a method when all earlier calls of its object have ended, and return its result."""
         lock = self._locks.setdefault(id(value), asyncio.Lock())
         await lock.acquire()
         over: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -89,12 +89,12 @@ class Turns:
             if over.done():
                 lock.release()
             else:
-                # the caller has been cancelled, and the thread cannot be: the object is in use until it ends
+                # the caller was cancelled, but its thread cannot be: the object is in use until the thread ends
                 over.add_done_callback(partial(_release, dispatcher.loop, lock, value))
 
 
 def _telling(call: Callable[..., Any], over: concurrent.futures.Future[None]) -> Callable[..., Any]:
-    """A function that tells when its thread is done with it."""
+    """Return a function that also completes a future when the call has ended in its thread."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         try:
@@ -106,6 +106,6 @@ def _telling(call: Callable[..., Any], over: concurrent.futures.Future[None]) ->
 
 
 def _release(loop: asyncio.AbstractEventLoop, lock: asyncio.Lock, _value: Any, _over: object) -> None:
-    """Release a lock, from a thread. It was the lock of a value, which nobody else may have kept."""
+    """Release the lock of a value, from a thread. Until then the arguments keep the value alive."""
     with suppress(RuntimeError):  # the loop is closed, and with it all queues
         loop.call_soon_threadsafe(lock.release)

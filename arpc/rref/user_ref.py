@@ -1,4 +1,4 @@
-"""One use of an RRef by this worker: a fork, as its handle and the context share it, and the calls to its owner."""
+"""One fork of this worker, shared by its handle and the context, and the futures of calls to its owner."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ __all__ = ["FetchFuture", "OwnerFuture", "Use", "as_owner_lost"]
 
 
 class OwnerFuture(Future[Any]):
-    """The future of a call to an owner: if the worker that is called is lost, the owner is."""
+    """The future of a call to an owner: it raises `OwnerLostError` if the called worker is lost."""
 
     anchor: RRef[Any] | None = None
-    """The RRef whose value is called, which lives until the call has ended; None if the value is to be created."""
+    """The RRef whose value is called, kept alive until the call has ended; None for a creation."""
 
     @property
     def owner(self) -> str:
-        """The name of the worker that owns a value. Empty if it is about to be asked for one: it may never have it."""
+        """The name of the value's owner. Empty for a creation: the worker may never have the value."""
         return "" if self.anchor is None else self.anchor.owner_name()
 
     def set_result(self, result: Any) -> None:
@@ -42,10 +42,10 @@ class OwnerFuture(Future[Any]):
 
 
 def as_owner_lost(error: Exception, owner: str = "") -> Exception:
-    """The error of a call to an owner, which is `OwnerLostError` if it says that the owner was lost.
+    """Return the error of a call to an owner, as an `OwnerLostError` if it means that the owner was lost.
 
-    An owner that is known by its id, and is not in the group any more, is lost. What a handler on the owner raised says
-    nothing of the owner: it may be about a worker that the handler called.
+    An owner that is known by its id, and is not in the group any more, is lost. An error that a handler on the owner
+    raised is returned unchanged: it may be about a worker that the handler called.
     """
     if isinstance(error, OwnerLostError) or is_of_handler(error):
         return error
@@ -60,7 +60,7 @@ def as_owner_lost(error: Exception, owner: str = "") -> Exception:
 
 
 class FetchFuture(OwnerFuture):
-    """The future of a fetch, which nobody cancels on the owner but the owner itself when it shuts down."""
+    """The future of a fetch. The owner cancels a fetch only when it shuts down, which raises `OwnerLostError` here."""
 
     def set_exception(self, exception: type | BaseException) -> None:
         if isinstance(exception, CallCancelledError) and not is_of_handler(exception):
@@ -71,18 +71,18 @@ class FetchFuture(OwnerFuture):
 
 
 class Use(UserFork):
-    """One fork of this worker, as its handle and the context share it."""
+    """One fork of this worker, shared by its handle and the context."""
 
     origin: str = ""
-    """Where it was made, if that is known."""
+    """The code that made it or the worker that sent it, if known."""
     failure: Exception | None = None
-    """Why it cannot be used."""
+    """The error that each use raises; None while it can be used."""
     fetches: set[OwnerFuture] | None = None
-    """Fetches of a value that may never be created."""
+    """The fetches in flight of a value that may never be created."""
 
     @property
     def made(self) -> str:
-        """Where it was made, or by which function."""
+        """The code, function or worker that it came from."""
         return self.origin
 
     @property
@@ -90,7 +90,7 @@ class Use(UserFork):
         return self.state is UserState.CONFIRMED
 
     def fail(self, failure: Exception) -> None:
-        """It cannot be used any more. Fetches under way fail now."""
+        """Let every use raise an error from now on. Fetches in flight fail now."""
         self.failure = failure
         fetches, self.fetches = self.fetches, None
         for future in fetches or ():

@@ -1,4 +1,4 @@
-"""The value of an RRef on its owner: there, on its way, or an error in its place."""
+"""The value of an RRef on its owner: present, pending, or failed."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ if TYPE_CHECKING:
 __all__ = ["NOTHING", "Value"]
 
 NOTHING: Final = object()
-"""The content of a value that is not there, or has an error in its place."""
+"""The content of a value that is pending or failed."""
 
 
 class Value(Owned, eq=False):
-    """One value of this worker, and the `run.Creation` that makes it, if a request does.
+    """One value of this worker; also the `run.Creation` that makes it, if a request does.
 
-    Set once; awaited by any number of coroutines, each of which may be cancelled without harm to the others.
+    It is set once. Any number of coroutines may await it, and each may be cancelled without effect on the others.
     """
 
     made: str = ""
-    """Where it was made, or by which function."""
+    """The function or the code that made it."""
     creator: str = ""
-    """The worker that asked for it."""
+    """The name of the worker that requested it; empty if no request did."""
     content: Any = NOTHING
     stays: bool = False
-    """It is a ScriptModule by its type, not only in fact: it is used where it is, and never copied elsewhere."""
+    """Whether it is a ScriptModule that was declared as one: it is used on its owner, and never copied to others."""
     error: BaseException | None = None
-    """What is in its place."""
+    """The error of the creation, if it failed."""
     service: Any = None
-    """The `RRefService` of the worker, of a value that a request makes."""
+    """The `RRefService` of the worker, for a value that a request makes; else None."""
     is_wanted: bool = False
-    """The creator waits for the value: the answer to its request brings it along."""
+    """Whether the creator waits for the value, so that the reply to its request carries it."""
     _traceback: TracebackType | None = None
     _waiters: list[asyncio.Future[None]] | None = None
 
@@ -54,25 +54,25 @@ class Value(Owned, eq=False):
 
     @property
     def type_name(self) -> str:
-        """What kind of object it is, as far as that is known."""
+        """The name of the value's type, for reports; or a note that it is pending or failed."""
         if self.error is not None:
             return f"raised {type_name_of(self.error)}"
         return "not there yet" if self.content is NOTHING else type_name_of(self.content)
 
     @property
     def is_awaited(self) -> bool:
-        """Somebody waits for it. Asked in any thread."""
+        """Whether a call waits for the value. May be read in any thread."""
         return self._waiters is not None
 
     def expect(self) -> None:
-        """Let `is_awaited` be true from now on, until the value is there."""
+        """Make `is_awaited` true from now on, until the value is ready."""
         if self._waiters is None and not self.is_ready:
             self._waiters = []
 
     def fail(self, error: BaseException) -> None:
         if not self.is_ready:
-            # It may be kept for long: it must keep neither this worker's frames, which refer to this value, nor the
-            # arguments of the function that raised it
+            # The error may be kept for long: it must keep alive neither arpc's frames, which refer to this value, nor
+            # the arguments of the function that raised it
             trace = traceback_of(error)
             while trace is not None and str(trace.tb_frame.f_globals.get("__name__", "")).startswith("arpc."):
                 trace = trace.tb_next
@@ -88,7 +88,7 @@ class Value(Owned, eq=False):
                 waiter.set_result(None)
 
     async def get(self) -> Any:
-        """The value, once it is there; raises the error in its place."""
+        """Return the value, once it is ready. Raises the error of its creation."""
         if not self.is_ready:
             waiter = asyncio.get_running_loop().create_future()
             self.expect()
@@ -103,33 +103,33 @@ class Value(Owned, eq=False):
         return self.get_nowait()
 
     def get_nowait(self) -> Any:
-        """The value of one that is there. Raises what its creation raised."""
+        """Return the value, which must be ready. Raises the error of its creation."""
         if self.error is not None:
             error = fresh(self.error)
-            set_may_have_run(error, may_have_run=True)  # it may be that of a call which the function made
+            set_may_have_run(error, may_have_run=True)  # the error may be that of a call that the function made
             raise with_traceback(error, self._traceback)
         return self.content
 
     def dropped(self) -> None:
-        if self.state is not OwnerState.ABANDONED:  # the code that abandoned it says why
+        if self.state is not OwnerState.ABANDONED:  # else `FailValue` gives the reason
             text = f"RRef {GloballyUniqueId.from_int(self.rref)} was released before its value was there"
             self.fail(RRefError(text))
 
-    # -- as what keeps the result of a request
+    # -- as the `run.Creation` of a request
 
     def answer(self, run: Run, result: Any) -> Any:
         if run.function.keeps_modules and is_a(result, ScriptModule):
-            self.stays = True  # before anybody can see the value
+            self.stays = True  # before other code can see the value
             return TO_BE_FETCHED
         if not self.is_wanted:
             return None
-        # nobody takes a tuple in another for `TO_BE_FETCHED`
+        # a tuple goes inside another, so that it is not taken for `TO_BE_FETCHED`
         return (result,) if type(result) is tuple else result
 
     def answered(self, run: Run, result: Any) -> None:
         service: RRefService = self.service
         service.answered.append((run, result))
-        # Looked at after that: if the loop looks later, it finds the result
+        # Checked after the append: if the loop looks later, it finds the result
         if self.is_awaited or not service.will_look:
             with suppress(RuntimeError):  # the loop is closed
                 service.loop.call_soon_threadsafe(service.keep_answered)
@@ -144,12 +144,12 @@ class Value(Owned, eq=False):
         self.service.forks.creation_ended(self)
 
     def failed(self, error: BaseException) -> None:
-        """Keep the error for all users of the value. The creator is told that the function has ended."""
+        """Keep the error for all users of the value. The reply to the creator only says that the function has ended."""
         self.fail(raisable(error, self.service.context.info.name))
         self.service.forks.creation_ended(self)
 
     def not_made(self, error: BaseException) -> None:
-        """There is no value, and will be none."""
+        """Keep the error of a function that was not called, or was cancelled: there will be no value."""
         if is_a(error, asyncio.CancelledError):
             text = (
                 f"the creation of RRef {GloballyUniqueId.from_int(self.rref)} was cancelled, or ran past its deadline"

@@ -1,1 +1,1 @@
-"""Torch's engine, as passes use it: in one go or up to a border, on the loop or in a thread."""
+"""Runs of torch's engine in a pass: completely or up to a border, on the loop or in a thread."""

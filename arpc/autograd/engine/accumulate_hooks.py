@@ -1,9 +1,9 @@
 """Hooks that torch runs when it writes ``.grad``: those of DDP, of ``AccumulateGrad`` nodes, and after an accumulation.
 
 A pass keeps gradients with its context, so nothing is written to ``.grad`` and such hooks would never run. For leaves
-that have some, torch accumulates once the pass has their gradients on this worker: ``.grad`` is taken away, torch
-writes to it and runs the hooks, and what is there then is the gradient of the context. After that each leaf has its own
-``.grad`` back. Other users of ``.grad`` would see that during a pass, so it is done for no other leaf.
+that have some, torch accumulates once the pass has their gradients on this worker: ``.grad`` is set to None, torch
+writes to it and runs the hooks, and its value then is the gradient of the context. After that each leaf gets its former
+``.grad`` back. Other code that uses ``.grad`` would see that during a pass, so it is done for no other leaf.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ __all__ = ["accumulate_with_hooks", "has_accumulate_hooks", "has_node_hooks", "h
 
 
 class _Group:
-    """Leaves whose hooks belong together: those of one may write to ``.grad`` of another, as DDP's do."""
+    """Leaves whose hooks belong together: hooks of one may write to ``.grad`` of another, as DDP's do."""
 
     def __init__(self, members: Iterable[Tensor]) -> None:
         self.lock = threading.Lock()
@@ -38,7 +38,7 @@ class _Group:
 
 
 _ALONE: Final = _Group(())
-"""That of all leaves that are in none: one of them at a time."""
+"""The group of all leaves that are in no other: one of them is accumulated at a time."""
 _groups: Final = WeakTensorKeyDictionary()
 
 
@@ -48,7 +48,7 @@ def _group_of(leaf: Tensor) -> _Group:
 
 
 def heed_accumulate_hooks(parameters: Iterable[Tensor]) -> None:
-    """Say that leaves have hooks which torch runs when it writes ``.grad``, so that backward passes run them too.
+    """Declare that leaves have hooks that torch runs when it writes ``.grad``, so that backward passes run them too.
 
     Use it for DistributedDataParallel, whose hooks cannot be seen from outside. The gradients of a context are then the
     averages::
@@ -58,7 +58,8 @@ def heed_accumulate_hooks(parameters: Iterable[Tensor]) -> None:
 
     Not needed for `torch.Tensor.register_post_accumulate_grad_hook`, and hooks of a leaf itself run in any case.
     Other code must not use ``.grad`` of these leaves during a pass: at the end of the pass it holds, for a moment, the
-    gradients that the hooks see. The hooks run in a thread, one pass at a time, and may wait for other workers.
+    gradients that the hooks see. The hooks run in a thread, one pass at a time, and may wait for other workers. Raises
+    `AutogradError` if one of the parameters is not a leaf.
     """
     leaves = list(parameters)
     for leaf in leaves:
@@ -70,16 +71,16 @@ def heed_accumulate_hooks(parameters: Iterable[Tensor]) -> None:
 
 
 def has_accumulate_hooks(_: Any, leaf: Any) -> bool:
-    """Whether hooks at the accumulation of a leaf's gradient are to run."""
-    # `data`: how many there are, without asking which of them are still alive
+    """Whether a leaf has hooks that must run when its gradient is accumulated."""
+    # `data` tells whether there are entries, without checking which of them are still alive
     return bool(post_accumulate_hooks(leaf) or (_groups.data and leaf in _groups))
 
 
 def has_node_hooks(node: Any, leaf: Any) -> bool:
-    """Whether there are hooks at the accumulation, or written in Python at the node itself, which is slow to tell."""
+    """Whether there are hooks at the accumulation, or hooks in Python at the node itself, which are slow to detect."""
     if has_accumulate_hooks(node, leaf):
         return True
-    with _looking:  # another one who looks would be taken for a hook
+    with _looking:  # the probe of another thread would be taken for a hook
         handle = node.register_hook(_look_only)
         try:
             return len(handle.hooks_dict_ref()) > 1
@@ -91,20 +92,20 @@ _looking: Final = threading.Lock()
 
 
 def _look_only(*_: Any) -> None:
-    """A hook that is never called: registering it shows the others."""
+    """The probe for other hooks: it is never called, but its registration shows them."""
 
 
 def accumulate_with_hooks(leaves: Sequence[Tensor], gradients: list[Tensor]) -> dict[Tensor, Tensor]:
-    """Let torch accumulate what a pass has computed for leaves: what each has then. Hooks may block.
+    """Let torch accumulate the gradients that a pass has computed; return the resulting ones, by leaf. Hooks may block.
 
-    The list is emptied. Other leaves may have got something too, if hooks have written to them.
+    The list is emptied. The result has further leaves if hooks have written to their ``.grad``.
     """
     groups = {id(group): group for leaf in leaves for group in [_group_of(leaf)]}
     others = {id(member): member for group in groups.values() for member in group.members}
     for leaf in leaves:
         others.pop(id(leaf), None)
     with ExitStack() as stack:
-        for _, group in sorted(groups.items()):  # in one order: nobody waits in a circle
+        for _, group in sorted(groups.items()):  # in one order, so that there is no deadlock
             stack.enter_context(group.lock)
         return _accumulate_apart(leaves, list(others.values()), gradients)
 
@@ -112,10 +113,10 @@ def accumulate_with_hooks(leaves: Sequence[Tensor], gradients: list[Tensor]) -> 
 def _accumulate_apart(
     leaves: Sequence[Tensor], others: Sequence[Tensor], gradients: list[Tensor]
 ) -> dict[Tensor, Tensor]:
-    """Run it all with no ``.grad`` in any of the leaves; what each has then."""
+    """Accumulate with every ``.grad`` None at first, and return the results; the former ones are restored."""
     all_leaves = [*leaves, *others]
     before = [leaf.grad for leaf in all_leaves]
-    # their own hooks have had a look at these gradients already
+    # the leaves' own hooks have seen these gradients already
     silenced = [(hooks, dict(hooks)) for leaf in leaves if (hooks := backward_hooks(leaf))]
     try:
         for leaf in all_leaves:
@@ -138,7 +139,7 @@ def _source_forward(ctx: Any, gradients: list[Tensor], *_: Tensor) -> Tensor:
 
 
 def _source_backward(ctx: Any, *_: Any) -> Any:
-    # given away: torch takes over a gradient that nobody else has, and copies any other
+    # no reference is kept: torch takes over a gradient that nothing else refers to, and copies any other
     gradients = tuple(ctx.gradients)
     ctx.gradients.clear()
     return None, *gradients
@@ -152,7 +153,7 @@ _Source: Final[Any] = type(
 
 
 def _accumulate(leaves: Sequence[Tensor], gradients: list[Tensor]) -> None:
-    """Let torch accumulate gradients into ``.grad`` of leaves, with all the hooks there are. Empties the list."""
+    """Let torch accumulate gradients into ``.grad`` of leaves, and run all hooks. Empties the list."""
     with torch.enable_grad():
         token: Tensor = _Source.apply(gradients, *leaves)
     run_backward((token,), (SCALAR,), False, False, (), allow_unreachable=True, accumulate_grad=True)

@@ -1,4 +1,4 @@
-"""Gradients of leaves and recv nodes while a pass adds them up, and those of leaves as people get them."""
+"""Sums of the gradients of leaves and recv nodes in a pass, and the gradients of leaves as users get them."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ _is_tensor: Final = partial(is_not, None)
 
 
 def summed(first: Tensor, second: Tensor) -> Tensor:
-    """The sum, as a new tensor, of gradients in whatever layout each is."""
+    """Return the sum of two gradients, each in any layout, as a new tensor."""
     return second + first if first.is_sparse and not second.is_sparse else first + second
 
 
 class GradientSums(dict[Edge, Tensor]):
-    """What a pass has computed so far, by the edges to leaves and recv nodes."""
+    """The gradients that a pass has computed so far, by the edges to leaves and recv nodes."""
 
     __slots__ = ("_made_here",)
 
     _made_here: set[Edge]
-    """Sums, which nobody else has, so that they may be changed."""
+    """The edges of sums that were made here: nothing else refers to them, so they may be changed in place."""
 
     def add(self, edge: Edge, gradient: Tensor) -> None:
         before = self.get(edge)
@@ -45,7 +45,7 @@ class GradientSums(dict[Edge, Tensor]):
         if edge in made_here and gradient.layout is _strided:
             before.add_(gradient)
             return
-        # not in place: one gradient may be handed to several leaves, and be memory of a message as well
+        # not in place: several leaves may get one gradient, and it may be memory of a message as well
         total = self[edge] = summed(before, gradient)
         if total.layout is _strided:
             made_here.add(edge)
@@ -58,19 +58,19 @@ class GradientSums(dict[Edge, Tensor]):
         return gradients if any(map(_is_tensor, gradients)) else None
 
     def take_leaves(self) -> dict[Tensor, Tensor]:
-        """Take out the gradients of leaves, each in memory of its own and laid out like its leaf."""
+        """Take out the gradients of leaves, by leaf, each in memory of its own and laid out like its leaf."""
         if not self:
             return {}
-        # a leaf may have been frozen since
+        # a leaf may have been frozen since the plan was made
         taken = {leaf: own(leaf, self[edge]) for edge in self if (leaf := edge[0].variable).requires_grad}
         self.clear()
         return taken
 
 
 def own(leaf: Tensor, gradient: Tensor) -> Tensor:
-    """A gradient in memory of its own and laid out like its leaf: this one if nobody else has it, else a copy.
+    """Return a gradient in memory of its own, laid out like its leaf: itself if nothing else refers to it, else a copy.
 
-    The caller has one reference to it, in a dict. So two leaves with one gradient have two copies.
+    The caller has one reference to it, in a dict. So two leaves with one gradient get two copies.
     """
     if gradient.layout is not _strided:
         is_own = getrefcount(gradient) == _SOLE_OBJECT and _is_plain_sparse(gradient)
@@ -87,11 +87,11 @@ def own(leaf: Tensor, gradient: Tensor) -> Tensor:
 
 
 def _is_plain_sparse(gradient: Tensor) -> bool:
-    """Whether it can be kept as it is, if nobody else has it. Its parts have no owner but it."""
+    """Whether a gradient that is not strided can be kept as it is, if nothing else refers to it: it owns its parts."""
     return (
         gradient.layout is torch.sparse_coo
         and not gradient.requires_grad
-        and gradient._indices().is_contiguous()  # indices() is for coalesced ones alone
+        and gradient._indices().is_contiguous()  # indices() is for coalesced tensors only
         and gradient._values().is_contiguous()
     )
 
@@ -104,9 +104,9 @@ _count_storage_uses: Final[Callable[[Any], int]] = getattr(torch._C, "_storage_U
 
 
 def _count_references(_: None, gradient: Tensor) -> tuple[int, int]:
-    """How many there are to the object, and to its memory, when `own` looks at one that nobody else has."""
+    """Return the reference counts of an object and its memory that `own` sees if nothing else refers to them."""
     memory = _count_storage_uses(gradient.untyped_storage()._cdata)
-    return getrefcount(gradient), memory if _count_storage_uses is not _unknown else -1  # nobody is
+    return getrefcount(gradient), memory if _count_storage_uses is not _unknown else -1  # a count that never occurs
 
 
 _sample: Final = {0: torch.zeros(1)}

@@ -1,8 +1,8 @@
-"""Runs regions of a graph up to a border: the nodes beyond it wait for gradients that have not come.
+"""Runs regions of a graph up to a border: the nodes beyond it wait for gradients that have not arrived.
 
 Each node beyond the border belongs to a region whose send can serve as a *barrier*: it joins the roots, last in the
-engine's queue, so that everything it leads to has an unmet dependency. When all else has run, it raises, which ends the
-call. Gradients that crossed the border until then were caught by hooks, and enter later.
+engine's queue, so that every node it leads to has an unmet dependency. When all other nodes have run, it raises, which
+ends the call. Gradients that crossed the border until then were caught by hooks, and enter in a later call.
 
 This uses torch's private `_set_sequence_nr` and the order of its queue. `check_pausing` tries it on a small graph.
 """
@@ -41,7 +41,7 @@ _recv_class: Any = RecvNode
 
 
 class PauseSignal(BaseException):
-    """Raised at a barrier that the engine has reached: the ready nodes have run. Never seen outside of this module.
+    """Raised at a barrier that the engine has reached: the ready nodes have run. It never leaves this module.
 
     It is a BaseException, so that no hook of a user takes it for an error.
     """
@@ -49,11 +49,11 @@ class PauseSignal(BaseException):
     def __init__(self, run: int) -> None:
         super().__init__(run)
         self.run = run
-        """The call of the engine that it has ended, see `_current_run`."""
+        """The number of the engine call that it has ended, see `_current_run`."""
 
 
 def _current_run() -> int:
-    """Within a node or a hook: which call of the engine runs it. Others may be under way in other threads."""
+    """Return the number of the engine call that runs the current node or hook. Other threads may run other calls."""
     run: int = current_engine_run()
     return run
 
@@ -62,15 +62,15 @@ class Border(NamedTuple):
     """What lies between the regions of a run and the nodes that must not run yet."""
 
     edges: dict[Edge, None]
-    """Edges into nodes beyond it."""
+    """The edges into nodes beyond the border."""
     exits: list[tuple[Any, list[tuple[int, Edge]]]]
-    """Nodes that run, and those of their edges whose gradients have to be caught: across the border, and to targets."""
+    """The nodes that run, with the edges whose gradients must be caught: across the border, and to targets."""
     leaves: list[Any]
-    """Nodes of leaves with hooks that run."""
+    """The nodes that run and are those of leaves with hooks."""
 
 
 def find_border(run: Run, owners: Mapping[Any, Region]) -> Border:
-    """Follow the graph from where gradients enter, as far as it may run."""
+    """Follow the graph from where gradients enter, as far as it may run, and return the border."""
     running = set(run.regions)
     border = Border({}, [], [])
     seen: set[Any] = set()
@@ -87,7 +87,7 @@ def find_border(run: Run, owners: Mapping[Any, Region]) -> Border:
         if kind is _recv_class:
             continue
         if sequence_number(node) == 0:
-            # The very first node of a thread is as low in the engine's queue as a barrier
+            # The very first node that a thread makes is as low in the engine's queue as a barrier
             set_sequence_number(node, 1)
         caught: list[tuple[int, Edge]] = []
         for place, edge in enumerate(node.next_functions):
@@ -109,8 +109,8 @@ def find_border(run: Run, owners: Mapping[Any, Region]) -> Border:
 def run_up_to(
     border: Border, run: Run, owners: Mapping[Any, Region], *, retain_graph: bool
 ) -> list[tuple[Edge, Tensor]]:
-    """Run regions up to a border: the gradients that cross it, and those of targets on this side of it."""
-    # Nodes and leaves may be shared with other contexts, whose calls of the engine meet the hooks too
+    """Run regions up to a border; return the gradients that cross it, and those of targets on this side of it."""
+    # Nodes and leaves may be shared with other contexts, whose engine calls run these hooks too
     caught: list[tuple[int, Edge, Tensor]] = []
     handles: list[Any] = [node.register_hook(_catcher(edges, caught)) for node, edges in border.exits]
     handles += [node.variable.register_hook(_leaf_catcher(node, caught)) for node in border.leaves]
@@ -158,14 +158,14 @@ def run_up_to(
     for caught_in, edge, gradient in caught:
         if caught_in != number or edge[0] in executed:
             continue
-        # recvs that nodes beyond the border lead to as well were not executed
+        # recv nodes that nodes beyond the border lead to as well were not executed
         is_bare_recv = edge[0].__class__ is _recv_class and edge[0] not in owners
         (at_targets if is_bare_recv else captured).append((edge, gradient))
     return captured + _captured_at(at_targets)
 
 
 def _captured_at(entering: list[tuple[Edge, Tensor]]) -> list[tuple[Edge, Tensor]]:
-    """Let torch do at recvs what it does where it captures a gradient: `Tensor.retain_grad` takes effect there."""
+    """Let torch capture gradients that enter right at recv nodes, so that `torch.Tensor.retain_grad` takes effect."""
     if not entering:
         return []
     targets = {edge: edge_into((*edge, None)) for edge, _ in entering}
@@ -177,7 +177,7 @@ def _captured_at(entering: list[tuple[Edge, Tensor]]) -> list[tuple[Edge, Tensor
 
 
 def _catcher(edges: Sequence[tuple[int, Edge]], caught: list[tuple[int, Edge, Tensor]]) -> Callable[..., None]:
-    """A hook that notes what a node hands to some of its edges."""
+    """Return a hook that records the gradients that a node passes to some of its edges."""
 
     def catch(gradients: Sequence[Tensor | None], _: Any) -> None:
         run = _current_run()
@@ -190,7 +190,7 @@ def _catcher(edges: Sequence[tuple[int, Edge]], caught: list[tuple[int, Edge, Te
 
 
 def _leaf_catcher(node: Any, caught: list[tuple[int, Edge, Tensor]]) -> Callable[[Tensor], None]:
-    """A hook that notes what a leaf gets after all hooks of people."""
+    """Return a hook that records the gradient of a leaf after all hooks of users."""
 
     def catch(gradient: Tensor) -> None:
         caught.append((_current_run(), (node, 0), gradient))
@@ -204,7 +204,7 @@ def _pause(_: Any) -> None:
 
 @contextmanager
 def _without_pause_warnings() -> Iterator[None]:
-    """Anomaly mode takes a pause for an error of the send node, and says so."""
+    """Suppress the warning of anomaly mode, which takes a pause for an error of the send node."""
     if not torch.is_anomaly_enabled():
         yield
         return
@@ -215,7 +215,7 @@ def _without_pause_warnings() -> Iterator[None]:
 
 @functools.cache
 def check_pausing() -> None:
-    """Try on a small graph whether torch's engine can be paused. Raises `AutogradError` if it cannot."""
+    """Test on a small graph whether torch's engine can be paused. Raises `AutogradError` if it cannot."""
     with torch.enable_grad():
         weight = torch.full((2,), 3.0, requires_grad=True)
         shared = weight * 2

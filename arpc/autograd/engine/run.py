@@ -1,4 +1,4 @@
-"""Runs regions of a graph with torch's engine: in one go, or up to a border where others must not run yet."""
+"""Runs regions of a graph with torch's engine: completely, or up to a border beyond which no node may run yet."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _is_anomaly_enabled: Final = torch._C.is_anomaly_enabled
 
 
 def run_regions(run: Run, plan: Plan, retain_graph: bool) -> Captured:
-    """Run each node of some regions once; the gradients that leave them, see `PassProtocol.ran`.
+    """Run each node of some regions once; return the gradients that leave them, see `PassProtocol.ran`.
 
     In anomaly mode ``plan.last_begun`` is the node that ran last.
     """
@@ -42,7 +42,7 @@ def _run(run: Run, plan: Plan, retain_graph: bool) -> Captured:
 
 @contextmanager
 def _watched(plan: Plan) -> Iterator[None]:
-    """Note which node runs, so that an error can name it."""
+    """Record which node runs, so that an error can name it."""
 
     def noter(node: Any) -> Callable[[Any], None]:
         def note(_: Any) -> None:
@@ -59,7 +59,7 @@ def _watched(plan: Plan) -> Iterator[None]:
 
 
 def _run_whole(run: Run, retain_graph: bool) -> Captured:
-    """Run regions that no edge leaves but to targets."""
+    """Run regions whose outgoing edges all lead to targets."""
     regions, entering = run.regions, run.entering
     targets = regions[0].targets
     if len(regions) > 1:
@@ -70,7 +70,7 @@ def _run_whole(run: Run, retain_graph: bool) -> Captured:
         if region.has_hooked_recvs:
             return _run_recvs(run, roots, gradients, targets, retain_graph)
     if not targets:
-        return ()  # all leaves were frozen since; asked for nothing, torch would write to `.grad`
+        return ()  # all leaves were frozen since; without inputs, torch would write to `.grad`
     inputs = tuple([edge_into((node, place, None)) for node, place in targets])
     return zip(targets, run_backward(roots, gradients, retain_graph, False, inputs, True, False), strict=True)
 

@@ -1,7 +1,7 @@
-"""Whether a run of torch's engine is short enough to happen on the loop, or goes to a thread.
+"""The decision whether a run of torch's engine is short enough for the loop, or goes to a thread.
 
-A thread costs 100 us and more; on the loop everything else stands still meanwhile. Graphs come again, step after step,
-so the time that a graph of the same size took before is the best guess. A new one is judged by its gradients' size.
+A thread costs 100 us and more; a run on the loop blocks everything else. Graphs are repeated step after step, so the
+time that a graph of the same size took before is the best guess. A new one is judged by its nodes and gradients.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ __all__ = ["Extent", "RunPolicy", "ThreadsOnly", "extent_of"]
 T = TypeVar("T")
 
 SHORT_S: Final = 0.001
-"""How long the loop may stand still."""
-# About as long as that takes on one core
+"""The longest time for which a run may block the loop."""
+# Graphs of about this size take that long on one core
 SHORT_NODES: Final = 200
 SHORT_ELEMENTS: Final = 100_000
 
 _REMEMBERED: Final = 1024
 _UNTIMED: Final = 15
-"""Of a graph that takes long, as many further runs are not timed: clocks that were not read for long are slow."""
+"""The number of further runs of a long graph that are not timed: a clock that was not read for some time is slow."""
 
 
 Extent: TypeAlias = tuple[int, int]
-"""How much a run is about: its nodes, and the elements of the gradients that enter it and of its leaves."""
+"""The size of a run: its nodes, and the elements of the gradients that enter it and of its leaves."""
 
 
 def extent_of(run: Run, plan: Plan) -> Extent:
-    """How much a run is about, more or less."""
+    """Return the approximate size of a run."""
     count = elements = 0
     for _, gradient in run.entering:
         elements += gradient.numel()
@@ -52,17 +52,17 @@ def extent_of(run: Run, plan: Plan) -> Extent:
 
 
 class RunPolicy:
-    """The times that runs took on one worker. Graphs are told apart by their numbers of nodes and of elements."""
+    """The times that runs took on one worker. Graphs are distinguished by their numbers of nodes and of elements."""
 
     def __init__(self) -> None:
         self._seconds: dict[tuple[int, int], float] = {}
         self._short: set[tuple[int, int]] = set()
-        """Graphs that are known to be short, but for those that took long the last time."""
+        """Graphs that are known to be short, except those that took long the last time."""
         self._untimed: dict[tuple[int, int], int] = {}
-        """How many more runs of those that take long are not timed."""
+        """The number of further runs that are not timed, of graphs that take long."""
 
     def is_short(self, extent: Extent, run: Run, plan: Plan) -> bool:
-        """Whether a run is to happen on the loop."""
+        """Whether a run happens on the loop."""
         if extent in self._short:
             return True
         count, elements = extent
@@ -75,14 +75,14 @@ class RunPolicy:
                 and elements <= SHORT_ELEMENTS
                 and elements + _count_inner_elements(run, plan) <= SHORT_ELEMENTS
             )
-        # Anomaly mode changes warning filters, which belong to the process: that stays on the loop
+        # Anomaly mode changes warning filters, which belong to the process: such runs stay on the loop
         return is_short or torch.is_anomaly_enabled()
 
     def run(self, extent: Extent, function: Callable[..., T], *args: Any) -> T:
-        """Run a graph, on the loop or in a thread, and note the time that it took."""
+        """Run a graph in the current thread, be it the loop's or another, and record the time that it took."""
         if extent in self._short:
             begun = perf_counter()
-            # Reading the CPU time of a thread is slow, and tells nothing new as long as nothing changes
+            # The CPU time of a thread is slow to read, and not needed as long as the graph stays short
             result = function(*args)
             if perf_counter() - begun > SHORT_S:
                 self._short.discard(extent)
@@ -96,7 +96,7 @@ class RunPolicy:
         return result
 
     def took(self, extent: Extent, seconds: float, cpu_seconds: float) -> None:
-        """Note the time that a run took, and for how much of it the CPU was busy with it."""
+        """Record the time that a run took, and the CPU time in it."""
         known = self._seconds.get(extent)
         is_new = known is None
         if known is None:
@@ -105,7 +105,7 @@ class RunPolicy:
                 self._short.clear()
                 self._untimed.clear()
             known = cpu_seconds
-        # A run that waits may wait for a hook that blocks, or for other programs on this machine. Hooks come again.
+        # A run that waits may wait for a hook that blocks, or for other programs on this machine. Only hooks repeat.
         self._seconds[extent] = max(cpu_seconds, min(seconds, 2 * known))
         if self._seconds[extent] > SHORT_S:
             self._short.discard(extent)
@@ -116,7 +116,7 @@ class RunPolicy:
 
 
 class ThreadsOnly(RunPolicy):
-    """For workers whose nodes and hooks may block, and wait for the loop: nothing runs there."""
+    """The policy of workers whose nodes and hooks may block, and wait for the loop: nothing runs on the loop."""
 
     def is_short(self, extent: Extent, run: Run, plan: Plan) -> bool:
         return False
@@ -126,7 +126,7 @@ class ThreadsOnly(RunPolicy):
 
 
 def _count_inner_elements(run: Run, plan: Plan) -> int:
-    """How large the gradients are that enter the nodes of a run."""
+    """Return the number of elements of the gradients that enter the nodes of a run."""
     running = set(run.regions)
     return sum(
         math.prod(entry.shape)

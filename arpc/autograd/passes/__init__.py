@@ -1,1 +1,1 @@
-"""A backward pass on one worker: its plan, the protocol between workers, and what carries it out."""
+"""A backward pass on one worker: its plan, the protocol between workers, and its execution."""

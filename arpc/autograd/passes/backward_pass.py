@@ -1,7 +1,7 @@
 """A backward pass on one worker: it carries out what the protocol decides, on the loop and in threads.
 
-A small graph runs at once, where its gradients come in. A large one is walked, and runs, in a thread; parcels that
-arrive meanwhile wait until the thread is back.
+A small graph runs at once, in the callback in which its gradients arrive. A large one is walked, and runs, in a thread;
+parcels that arrive meanwhile wait until the thread has finished.
 """
 
 from __future__ import annotations
@@ -34,33 +34,36 @@ from arpc.ids import WorkerInfo
 __all__ = ["BackwardPass", "Host", "Threads"]
 
 WALK_NODES: Final = 2000
-"""After as many, which take about a millisecond, walking goes on in a thread."""
+"""The number of nodes, about a millisecond's worth, after which the walk continues in a thread."""
 
 
 class Threads(Protocol):
-    """Where nodes run that do not run on the loop."""
+    """Runs the nodes that do not run on the loop."""
 
     def call(self, function: Callable[..., Any], /) -> asyncio.Future[Any]:
-        """A future of the loop for a function run in some thread."""
+        """Run a function in some thread; return a future of the loop for its result."""
 
 
 class Host(Protocol):
-    """What a pass needs of its worker."""
+    """The interface of a worker to its passes."""
 
     info: WorkerInfo
     container: Container
     run_policy: RunPolicy
     has_accumulate_hooks: Callable[[Any, Any], bool]
-    """Of the node of a leaf, and the leaf: whether torch is to accumulate its gradients, with all hooks."""
+    """Returns, for a leaf's node and the leaf, whether torch must accumulate its gradients, to run all hooks."""
 
     @property
     def threads(self) -> Threads: ...
 
     def send(self, backward_pass: BackwardPass, to: int, parcel: Parcel) -> Future[Any]:
-        """Send a parcel. The parcel that comes with the answer is the result."""
+        """Send a parcel. The result of the future is the packed parcel that the reply carries, None if it has none."""
 
     def abort(self, context: AutogradContext, pass_id: int, but: int | None = None) -> asyncio.Future[Any] | None:
-        """Tell all workers that know the context that a pass has failed; the future is done when they have heard."""
+        """Notify all workers of the context, except ``but``, that a pass has failed; None if there are none.
+
+        The future is done when all have acknowledged, or further retries are pointless.
+        """
 
     def name_of(self, worker: int) -> str: ...
 
@@ -71,82 +74,82 @@ class BackwardPass(msgspec.Struct, eq=False):
     host: Host
     context: AutogradContext
     heading: PassHeading
-    """What requests of this pass say of it."""
+    """The header of the requests of this pass."""
     deadline: float | None
-    """In the loop's time."""
+    """The time by which the pass has to be over, in the loop's time; None for no limit."""
     threads: Threads
     parent: int | None = None
     """The worker whose parcel came first, if this worker did not begin the pass."""
     exchanged: Mapping[int, bool] | None = None
-    """Workers that were told that nothing is live here, before the context was known; and whether they announced."""
+    """Workers that got `NOTHING_LIVE` before the context was known here; and whether they had sent a first parcel."""
     roots: Sequence[Tensor] = ()
     failure: BaseException | None = None
     is_over: bool = False
     answer: Parcel | None = None
-    """What the answer to the parent carries."""
+    """The parcel that the reply to the parent carries."""
     abort_told: asyncio.Future[Any] | None = None
-    """Done when all workers have heard of the failure."""
+    """Done when all workers have acknowledged the abort; None if none was sent."""
     activity: Activity | None = None
-    """What observers know of it."""
+    """The pass as observers see it."""
     _variables: Any = msgspec.field(default_factory=copy_context)
-    """The context variables of the code that began it here: hooks see these, whichever read goes on with it."""
+    """The context variables of the code that began the pass here: hooks see these, whichever callback continues it."""
     _is_busy: bool = False
-    """A thread walks or runs the graph."""
+    """Whether a thread walks or runs the graph."""
     _may_leave: bool = False
-    """The parent has no calls under way, and lets this worker forget the context if nothing of it stays here."""
+    """Whether the parent, with no calls in flight, allows this worker to forget a context that it has no use for."""
     _plan: Plan | None = None
-    """None once the pass has failed."""
+    """The plan; None once the pass has failed."""
     _protocol: PassProtocol | None = None
-    """There is one as soon as the plan is complete, until the pass has failed."""
+    """The protocol, from the completion of the plan until the pass has failed; else None."""
     _timer: asyncio.TimerHandle | None = None
     _over: asyncio.Future[None] | None = None
     _result: Any = None
-    """What a thread has returned."""
+    """The result of a thread."""
     _accumulated: dict[Tensor, Tensor] | None = None
-    """What torch has accumulated at the very end, with hooks; None if it has not."""
+    """The gradients that torch has accumulated at the very end, with hooks; None if it has not."""
     _for_parent: Parcel | None = None
-    """What the answer to the parent will carry, while hooks run at the very end."""
+    """The parcel for the reply to the parent, while hooks run at the very end."""
     _entering: Sequence[tuple[Edge, Tensor]] = ()
     """The gradients of the roots."""
     _inbox: list[tuple[int, Parcel]] = []
-    """Parcels that wait until a thread is back."""
+    """Parcels that wait until a thread has finished."""
     _outstanding: dict[Future[Any], int] = {}
-    """Parcels that were not answered, and the workers they went to."""
+    """The futures of unanswered parcels, and the workers they were sent to."""
     _calls_before: dict[int, int] = {}
-    """How many calls of the context had been made when a worker was first written to."""
+    """By worker: the number of calls made in the context when the first parcel was sent to it."""
 
     def __post_init__(self) -> None:
         context = self.context
         sends: Mapping[int, Send] = context.sends.copy()  # in one step: threads may add to them
         edges: list[Edge] | None = None
         if self.parent is None:
-            # Before a thread comes to it, people may do something to the roots, and to the list of them
+            # User code may change the roots, and the list of them, before a thread gets to them
             edges = [(root.grad_fn, root.output_nr) for root in self.roots]
             self._entering = list(zip(edges, map(torch.ones_like, self.roots), strict=True))
             self.roots = ()
         elif exchanged := self.exchanged:
-            # What has been sent since then to those that had announced gets nothing in this pass
+            # Messages sent since then to workers that had sent a first parcel get no gradients in this pass
             sends = {number: send for number, send in sends.items() if not exchanged.get(send.to)}
         self._plan = Plan(sends, edges, self.heading.cutoff, self.host.has_accumulate_hooks)
         context.active_pass = self
         if context.running_thread is not None:
-            # that of a pass that was ended: in the same graph its nodes would take this one for their own
+            # the thread of a pass that was ended: in the same graph, its nodes would deliver to this pass
             self._wait_for_thread(context.running_thread, self._earlier_thread_returned)
 
     @property
     def id(self) -> int:
         return self.heading.pass_id
 
-    # -- what happens to it
+    # -- events
 
     def start(self) -> None:
-        """Begin, where the roots are. To be followed by `wait`."""
+        """Begin the pass on the worker of the roots. To be followed by `wait`."""
         _call_pristine(self._advance)
 
     def receive(self, sender: int, parcel: Parcel, *, is_engaging: bool) -> Parcel | None:
-        """A parcel has come; what goes back with the answer, unless this is the parcel that began the pass here.
+        """Handle a parcel; return the parcel that its reply carries, if any.
 
-        That one is answered when the pass is over here, with `answer`.
+        The parcel that began the pass here, ``is_engaging``, is answered when the pass is over here, with `answer`.
         """
         if is_engaging:
             self._may_leave = parcel.leaves
@@ -155,25 +158,25 @@ class BackwardPass(msgspec.Struct, eq=False):
 
     @property
     def unanswered(self) -> list[Any]:
-        """The answers of others that have not come. Each is a future in all but its class."""
+        """The futures of the parcels that were not answered yet."""
         return list(self._outstanding)
 
     @property
     def waiter(self) -> asyncio.Future[None] | None:
-        """What `wait` awaits. Stacks show the task there as waiting for the parcels that were not answered."""
+        """The future that `wait` awaits. Stacks show its task as waiting for the unanswered parcels."""
         return self._over
 
     async def wait(self) -> None:
-        """Until it is over here. Raises why it failed."""
+        """Wait until the pass is over here. Raises its failure."""
         if not self.is_over:
             self._over = asyncio.get_running_loop().create_future()
             await self._over
         self.raise_failure()
 
     def raise_failure(self) -> None:
-        """Raise why it failed, if it has. Only once: whoever began the pass here is told, in whichever way it ends."""
+        """Raise the failure of the pass, if it has one, to the code that began the pass here. Raises it only once."""
         if self.failure is not None:
-            # given away: its traceback leads to frames that have this pass, and so the whole graph would be in a cycle
+            # not kept: its traceback leads to frames that refer to this pass, so the whole graph would be in a cycle
             failure, self.failure = self.failure, None
             try:
                 raise failure
@@ -181,17 +184,17 @@ class BackwardPass(msgspec.Struct, eq=False):
                 del failure
 
     def fail(self, error: BaseException, *, told_by: int | None = None) -> None:
-        """End it here with an error, and take back what it computed.
+        """End the pass here with an error, and roll back its gradients.
 
-        Those that this worker told of the pass hear of it by the cancellation of their handlers, and the parent by the
-        answer. So it reaches the worker that began the pass, which tells all others: some may have finished their part.
-        ``told_by`` is the worker that told this one, if that is how it heard.
+        Workers that this one has sent parcels to are notified by the cancellation of their handlers, and the parent by
+        the reply. So the error reaches the worker that began the pass, which aborts it on all others: some may have
+        finished their part. ``told_by`` is the worker that notified this one, if one did.
         """
         if self.is_over:
             return
         self.failure = error
         self._end()
-        # an error's traceback leads here, and may be kept for long: forget the graph
+        # the error's traceback leads here, and may be kept for long: forget the graph
         self._protocol = self._plan = None
         self._entering = ()
         self._inbox = []
@@ -202,17 +205,17 @@ class BackwardPass(msgspec.Struct, eq=False):
             self.abort_told = self.host.abort(self.context, self.id, told_by)
 
     def cancel(self) -> None:
-        """The caller is cancelled, and hears of no success: it is taken back even if it just ended well."""
+        """End the pass because its caller is cancelled: roll it back even if it just succeeded."""
         if self.is_over and self.failure is None:
             self.context.roll_back(self.id)
             self.abort_told = self.host.abort(self.context, self.id)
         else:
             self.fail(AutogradError(f"backward pass {self.id} was cancelled"))
 
-    # -- how it goes on
+    # -- progress
 
     def _advance(self, answering: int | None = None) -> Parcel | None:
-        """Run what can run and tell others what came of it; returns what they are told by an answer."""
+        """Run all that can run, and send the results; return the parcel for the reply to ``answering``, if any."""
         if self._is_busy or self.is_over:
             return None
         try:
@@ -232,12 +235,12 @@ class BackwardPass(msgspec.Struct, eq=False):
                     return self._post(protocol, answering)
                 if not self._run(protocol, run):
                     return None
-        except BaseException as error:  # noqa: BLE001 - whatever nodes and hooks of users raise
+        except BaseException as error:  # noqa: BLE001 - nodes and hooks of users may raise anything
             self.fail(self._described(error))
         return None
 
     def _make_protocol(self) -> PassProtocol | None:
-        """Complete the plan, and so know what to do; None if a thread has taken over."""
+        """Complete the plan, and return the protocol for it; None if a thread has taken over."""
         plan, heading = self._plan, self.heading
         assert plan is not None  # it is not over
         if not plan.walk(WALK_NODES):
@@ -256,7 +259,7 @@ class BackwardPass(msgspec.Struct, eq=False):
         return protocol
 
     def _run(self, protocol: PassProtocol, run: Run) -> bool:
-        """Run some regions; False if a thread has taken over."""
+        """Run some regions; return False if a thread has taken over."""
         plan, policy = protocol.plan, self.host.run_policy
         job: Callable[..., Any] = run_regions
         if self.activity is not None:
@@ -270,7 +273,7 @@ class BackwardPass(msgspec.Struct, eq=False):
         return False
 
     def _freed(self, sender: int, message_id: int) -> AutogradError:
-        """Why gradients for a message cannot be taken."""
+        """Return the error of gradients for a message whose graph is gone."""
         return AutogradError(
             f"worker {self.host.name_of(sender)!r} has gradients for message {message_id} of autograd "
             f"context {self.context.id}, of which worker {self.host.info.name!r} has no graph any more. Pass "
@@ -300,7 +303,7 @@ class BackwardPass(msgspec.Struct, eq=False):
         protocol.sent()
         context = self.context
         self._calls_before.setdefault(to, context.calls_made)
-        # a call of this worker that is under way may need what the other would forget
+        # a call of this worker in flight may need the context that the peer would forget
         parcel.leaves = context.calls_made == context.calls_answered
         if context.aborted_passes:
             self.heading.failed = sorted(context.aborted_passes)
@@ -309,7 +312,7 @@ class BackwardPass(msgspec.Struct, eq=False):
         future.add_done_callback(self._answered, context=self._variables)
 
     def _answered(self, future: Future[Any]) -> None:
-        """A parcel has been answered, or will not be."""
+        """Handle the reply to a parcel, or its error."""
         peer = self._outstanding.pop(future)
         error = asyncio.CancelledError() if future.cancelled() else future.exception()
         if self.is_over:
@@ -317,7 +320,7 @@ class BackwardPass(msgspec.Struct, eq=False):
         if error is not None:
             self.fail(peer_failure(error, self.host.info.id, self.context.id, self.host.name_of(peer)))
             return
-        assert self._protocol is not None  # it has sent something
+        assert self._protocol is not None  # it has sent a parcel
         self._protocol.acknowledged()
         answer = future.result()
         if answer is not None:
@@ -327,17 +330,17 @@ class BackwardPass(msgspec.Struct, eq=False):
                 self.fail(malformed)
                 return
             if parcel.leaves and self.context.calls_made == self._calls_before[peer]:
-                self.context.known_workers.pop(peer, None)  # it need not hear of the context any more, nor of its end
+                self.context.known_workers.pop(peer, None)  # it needs no release of the context any more
             self._inbox.append((peer, parcel))
         _call_pristine(self._advance)
 
     # -- threads
 
     def _run_in_thread(self, job: Callable[[], Any], then: Callable[[Any], None] | None = None) -> None:
-        """Let a thread do something, and go on when it is back; ``then`` takes what it returned."""
+        """Run a job in a thread, and go on when it has finished; ``then`` takes its result."""
 
         def run() -> None:
-            if not self.is_over:  # it may be ended before a thread comes to it
+            if not self.is_over:  # the pass may end before a thread gets to it
                 self._result = job()
 
         future = self.context.running_thread = self.threads.call(run)
@@ -347,11 +350,11 @@ class BackwardPass(msgspec.Struct, eq=False):
         self._is_busy = True
         future.add_done_callback(then)
         if self.deadline is not None:
-            # Later, since a thread is often back before the loop has a turn, and a timer costs more than a look
+            # Later, since a thread has often finished before the loop's next turn, and a timer costs more than a check
             future.get_loop().call_soon(self._set_timer, future)
 
     def _set_timer(self, future: asyncio.Future[Any]) -> None:
-        # a parcel that waits for its answer has a deadline of its own; a thread has none
+        # a parcel that waits for its reply has a deadline of its own; a thread has none
         if self.deadline is not None and not future.done() and not self.is_over:
             self._timer = future.get_loop().call_at(self.deadline, self._expire)
 
@@ -371,7 +374,7 @@ class BackwardPass(msgspec.Struct, eq=False):
     def _thread_returned(self, then: Callable[[Any], None] | None, future: asyncio.Future[Any]) -> None:
         self.context.running_thread = None
         self._waited_for_thread()
-        # not by the future: nobody else may have gradients that are to be kept without a copy
+        # not through the future: gradients are kept without a copy only if nothing else refers to them
         result, self._result = self._result, None
         error = None if future.cancelled() else future.exception()
         if self.is_over:
@@ -382,7 +385,7 @@ class BackwardPass(msgspec.Struct, eq=False):
         if then is not None:
             try:
                 _call_pristine(partial(then, result))
-            except BaseException as raised:  # noqa: BLE001 - it must end here, whatever a peer or a hook brought about
+            except BaseException as raised:  # noqa: BLE001 - the pass must end here, whatever a peer or a hook caused
                 self.fail(self._described(raised))
                 return
         del result
@@ -391,7 +394,7 @@ class BackwardPass(msgspec.Struct, eq=False):
     # -- the end
 
     def _finish(self, protocol: PassProtocol, for_parent: Parcel | None) -> None:
-        """Nothing is left to be run, told or waited for, but for hooks that wait for the very end."""
+        """End a pass with nothing left to run, send or wait for, except hooks that run at the very end."""
         sums: GradientSums = protocol.sums  # type: ignore[assignment]  # they were made here
         to_accumulate = protocol.plan.accumulated
         if to_accumulate and self._accumulated is None:
@@ -402,10 +405,10 @@ class BackwardPass(msgspec.Struct, eq=False):
                 self._run_in_thread(partial(accumulate_with_hooks, leaves, gradients), self._take_accumulated)
                 return
         for_parent = for_parent or self._for_parent
-        taken = sums.take_leaves()  # first: what a peer has sent for them may be no gradients
+        taken = sums.take_leaves()  # first: it raises if objects that a peer sent are no gradients
         if (accumulated := self._accumulated) is not None:
             taken |= {leaf: own(leaf, accumulated[leaf]) for leaf in accumulated}
-        # before the end: those of an earlier pass may not fit them any more, which fails this one
+        # before the end: gradients of an earlier pass may not fit them any more, which fails this one
         pass_id = self.heading.pass_id
         self.context.commit(pass_id, taken, protocol.told)
         self._end()
@@ -429,7 +432,7 @@ class BackwardPass(msgspec.Struct, eq=False):
         if self._protocol is not None:
             used = self._protocol.used
             context.sends_used += len(used)
-            if not self.heading.retain_graph:  # what was gone through is freed
+            if not self.heading.retain_graph:  # their graphs were freed
                 for message_id in used:
                     context.sends.pop(message_id, None)
         if self._timer is not None:
@@ -449,7 +452,7 @@ def _walk_on(plan: Plan) -> None:
 
 
 def _call_pristine(call: Callable[[], object]) -> None:
-    """Call something in the default state of torch: the caller may be a task that has switched something off."""
+    """Call a function in the default state of torch: the caller may be a task that has changed the state."""
     outer = None if torchstate.is_pristine() else torchstate.save_and_reset()
     try:
         call()

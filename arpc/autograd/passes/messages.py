@@ -1,4 +1,4 @@
-"""What workers tell each other in a pass, and how it travels: numbers in one piece, and the gradients beside them."""
+"""The messages of a pass, and their encoding: all numbers in one piece, and the gradients beside them."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from arpc.errors import ProtocolError
 __all__ = ["NOTHING_LIVE", "PackedParcel", "Parcel", "PassHeading", "pack_parcel", "unpack_parcel"]
 
 PackedParcel: TypeAlias = list[Any]
-"""A parcel as it travels: bytes with all numbers, then the gradients. It is flat, so that it pickles quickly."""
+"""A parcel as it is sent: bytes with all numbers, then the gradients. It is flat, so that it pickles quickly."""
 
 _strided: Final = torch.strided
 _SMALL: Final = 1024
-"""Elements that are copied in less time than their strides are packed and unpacked."""
+"""The number of elements that are copied in less time than their strides are packed and unpacked."""
 
 
 class PassHeading(msgspec.Struct, array_like=True, gc=False):
-    """What every request of a pass says of the pass itself."""
+    """The header of every request of a pass: the data of the pass itself."""
 
     context_id: int
     pass_id: int
@@ -30,38 +30,38 @@ class PassHeading(msgspec.Struct, array_like=True, gc=False):
     cutoff: int = 0
     """See `Plan.cutoff`."""
     failed: list[int] = []
-    """Passes of the context that failed, as far as the sender knows: the receiver may not have heard of that."""
+    """The failed passes of the context, as far as the sender knows: the receiver may not have got their aborts."""
 
 
 class Parcel(msgspec.Struct):
-    """What one worker tells another in a pass."""
+    """The data of one message of a pass, a request or a reply."""
 
     gradients: list[tuple[int, Sequence[Any]]] = []
-    """By message id of a send of the receiver: a gradient for each of its tensors, None where there is none."""
+    """For sends of the receiver, by message id: a gradient for each of the tensors, None where there is none."""
     is_first: bool = False
-    """``ids`` are the receiver's sends that may still get gradients from here. Otherwise they get none."""
+    """Whether ``ids`` are the receiver's sends that may still get gradients from here. Otherwise they get none."""
     ids: list[int] = []
     asks: tuple[int, int] | None = None
-    """The sender waits for gradients of so many of its own messages to the receiver, this the latest of them."""
+    """The number of messages to the receiver whose gradients the sender waits for, and the latest id; else None."""
     leaves: bool = False
-    """The receiver may forget the context if it is left with nothing of it; or, of an answer, its sender has."""
+    """In a request: the receiver may forget the context if nothing of it remains there. In a reply: the sender has."""
 
 
 NOTHING_LIVE: Final = Parcel(is_first=True)
-"""What a worker says where no gradient can go."""
+"""The parcel of a worker that will send no gradients to the receiver."""
 
 
 _Numbers: TypeAlias = tuple[list[tuple[int, int]], bool, list[int], tuple[int, int] | None, bool, PassHeading | None]
-"""All of a parcel but its gradients: ids of the messages that have some, and how many; then what `Parcel` has.
+"""A parcel without its gradients: the ids of the messages that have some, and how many; then the fields of `Parcel`.
 
-Requests have a heading, answers have none.
+Requests have a heading, replies have none.
 """
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder(_Numbers).decode
 
 
 def pack_parcel(parcel: Parcel, heading: PassHeading | None = None) -> PackedParcel:
-    """Make a parcel ready to travel; a request has a heading."""
+    """Encode a parcel; a request has a heading."""
     sends: list[tuple[int, int]] = []
     packed: PackedParcel = [b""]
     for send, tensors in parcel.gradients:
@@ -72,9 +72,9 @@ def pack_parcel(parcel: Parcel, heading: PassHeading | None = None) -> PackedPar
 
 
 def unpack_parcel(packed: PackedParcel) -> tuple[Parcel, PassHeading | None]:
-    """The parcel that was packed, and its heading if it has one. Raises `ProtocolError` if it is malformed.
+    """Return the decoded parcel, and its heading if it has one. Raises `ProtocolError` if it is malformed.
 
-    The list is emptied: the one that takes the gradients shall be the only one that has them.
+    The list is emptied, so that the caller has the only references to the gradients.
     """
     try:
         head, *tensors = packed
@@ -93,7 +93,7 @@ def unpack_parcel(packed: PackedParcel) -> tuple[Parcel, PassHeading | None]:
 
 
 def _compact(gradient: Any) -> Any:
-    """Lay out a small gradient contiguously. Of a large one that was expanded little travels as it is."""
+    """Lay out a small gradient contiguously. A large one is sent as it is: if it was expanded, that is little."""
     if (
         gradient.__class__ is Tensor
         and gradient.layout is _strided

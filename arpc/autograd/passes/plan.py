@@ -1,14 +1,14 @@
-"""How a graph is divided for a pass: each node belongs to the earliest message sent from here that reaches it.
+"""The division of a graph for a pass: each node belongs to the earliest message sent from here that reaches it.
 
 Gradients enter a worker's graph at its *sends* (messages that left with tensors) and, where the pass began, at the
 roots. The nodes that a send reaches and no earlier send does are its *region*. A region runs when its send is resolved
 and all regions that lead into it have run. Later sends lead into regions of earlier ones, never the other way round, so
-there is always a region that can go on.
+there is always a region that can run next.
 
 Leaves and recv nodes without hooks belong to no region. They are *targets* of each region that leads to them, and get
-the sum of its parts. With hooks they must see whole gradients, so they are nodes of a region like any other.
+the sum of the parts. Those with hooks must see whole gradients, so they are nodes of a region like any other.
 
-Nothing here computes with tensors: the tests use nodes of their own.
+This module does not compute with tensors: the tests use nodes of their own.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class Send(msgspec.Struct, eq=False):
     """A message that left this worker with tensors that require grad."""
 
     edges: Sequence[Edge]
-    """Where the gradients of its tensors go."""
+    """The edges that the gradients of its tensors enter."""
     node: Any
-    """See `attach_send`."""
+    """The send node, see `attach_send`."""
     to: int
     """The id of the worker that it was sent to."""
     stamp: int
@@ -49,23 +49,23 @@ class Region(msgspec.Struct, eq=False):
     send: Send | None
     """None for the region of the roots."""
     waits: int
-    """How many things it waits for: its own send, and the regions that lead into it."""
+    """The number of events it waits for: its own send, and each region that leads into it."""
     targets: dict[Edge, None] = {}
-    """Edges to leaves, and to recv nodes without hooks: what the engine is asked for."""
+    """The edges to leaves and recv nodes without hooks: the engine is asked for their gradients."""
     recvs: dict[Any, None] = {}
     """The recv nodes that it can give gradients to."""
     has_hooked_recvs: bool = False
-    """Some of its recvs have hooks, so that the engine has to execute their nodes."""
+    """Whether some of its recv nodes have hooks, so that the engine has to execute them."""
     touches: AbstractSet[Any] = _NO_REGIONS
-    """Regions of earlier sends that its nodes lead into."""
+    """The regions of earlier sends that its nodes lead into."""
     entering: list[tuple[Edge, Any]] = []
-    """Gradients that have come for its nodes."""
+    """The gradients that have arrived for its nodes."""
     size: int = 0
-    """How many nodes it has."""
+    """The number of its nodes."""
     is_over: bool = False
 
     def touch(self, other: Region) -> None:
-        """A node of this region leads into another one, which has to wait for it."""
+        """Record that a node of this region leads into another region, which has to wait for this one."""
         if other is self or other in self.touches:
             return
         if self.touches is _NO_REGIONS:
@@ -81,9 +81,9 @@ class Plan(msgspec.Struct, eq=False):
     """
 
     sends: Mapping[int, Send]
-    """Those of the context, by message id, in their order."""
+    """The sends of the context, by message id, in their order."""
     roots: Sequence[Edge] | None = None
-    """None on a worker where the pass did not begin."""
+    """The edges of the roots; None on a worker where the pass did not begin."""
     cutoff: int = 0
     """The latest stamp of a message that the roots depend on: no later send gets gradients.
 
@@ -96,11 +96,11 @@ class Plan(msgspec.Struct, eq=False):
     owners: dict[Any, Region] = {}
     """The region of each node that belongs to one."""
     leaves: dict[Any, Any] = {}
-    """The nodes of leaves without hooks, and the tensors that these are."""
+    """The leaves without hooks, by their nodes."""
     accumulated: dict[Any, Any] = {}
-    """Leaves whose gradients torch itself has to accumulate in the end, with hooks, by their nodes."""
+    """The leaves whose gradients torch itself has to accumulate in the end, with hooks, by their nodes."""
     last_begun: Any = None
-    """In anomaly mode, the node that torch's engine began last."""
+    """The node that torch's engine began last, in anomaly mode; else None."""
     _limit: int = 0
     _steps: Generator[bool, None, None] | None = None
 
@@ -113,7 +113,7 @@ class Plan(msgspec.Struct, eq=False):
 
     def _walk(self) -> Generator[bool, None, None]:
         """Visit the nodes of one region after the other. Yields False at each limit of `walk`."""
-        # This loop is what a node costs outside of torch's engine, so it does no more than it must
+        # This loop is the cost of a node outside of torch's engine, so it does no more than it must
         owners, leaves, leaf_class, recv_class = self.owners, self.leaves, self.leaf_class, self.recv_class
         roots, cutoff, limit, size = self.roots, self.cutoff, self._limit, 0
         parts: list[tuple[int, Send | None, Sequence[Edge]]] = [
@@ -158,9 +158,9 @@ class Plan(msgspec.Struct, eq=False):
             self.cutoff = _latest_stamp(region)
 
     def _is_target(self, region: Region, node: Any) -> bool:
-        """Visit a leaf, or a recv node with hooks: whether the engine is to be asked for what the region gives to it.
+        """Visit a leaf, or a recv node with hooks; return whether the engine is asked for what the region gives to it.
 
-        One that must see whole gradients is owned, like any other node.
+        A node that must see whole gradients gets an owner, like any other node.
         """
         is_leaf = node.__class__ is self.leaf_class
         if is_leaf:
@@ -177,18 +177,18 @@ class Plan(msgspec.Struct, eq=False):
             region.touch(owner)
             return False
         self.owners[node] = region
-        if not is_leaf:  # the engine executes it for `ANCHOR`, which it leads on to
+        if not is_leaf:  # the engine executes it for `ANCHOR`, which it leads to
             region.recvs[node] = None
             region.has_hooked_recvs = True
         return is_leaf
 
 
 def _latest_stamp(roots: Region) -> int:
-    """The latest stamp of the messages that the region of the roots leads to, through whatever other regions."""
+    """Return the latest stamp of the messages that the region of the roots leads to, also through other regions."""
     latest = -1
     seen = {roots}
     todo = [roots]
-    for region in todo:  # which grows meanwhile
+    for region in todo:  # the list grows meanwhile
         for node in region.recvs:
             latest = max(latest, node.record.stamp)
         if region.touches:

@@ -1,23 +1,26 @@
-"""What happens in a backward pass on one worker, decided without any I/O: events in, runs and parcels out.
+"""The state machine of a backward pass on one worker, without any I/O: events in, runs and parcels out.
 
 Each worker that takes part has a `Plan` of its own graph. The pass ends there when every send is *resolved* (its
-gradients have come, or are known never to come), every region has run, and the parcels to others are acknowledged.
+gradients have arrived, or are known never to arrive), every region has run, and the parcels to other workers are
+acknowledged.
 
-- Regions that are ready run together. When all regions that lead to a recv have run, the sum of its gradients goes to
-  the worker that sent the message, or the news that there are none.
+- Regions that are ready run together. When all regions that lead to a recv node have run, the worker that sent the
+  message gets the sum of the gradients, or a note that there are none.
 - The first parcel to a worker lists those of its sends that may still get gradients from here. So it knows that all its
-  other sends to here get none, be they unused, still on their way, or lost.
-- The first parcel to a worker that was not heard from **asks**: it says how many sends wait for that worker. A worker
-  that has fewer open tells so at once, since what is open there may wait for what is not. Otherwise it writes anyway.
-- A worker with unresolved sends to one that it neither heard from nor wrote to writes a first parcel without gradients.
-- Parcels and answers may overtake each other, so nothing is announced twice: the second would deny what is on its way.
+  other sends to here get none, be they unused, still in flight, or lost.
+- The first parcel to a worker from which no first parcel has arrived **asks**: it has the number of sends that wait for
+  that worker. A worker where fewer are open sends its own first parcel at once, since an open one may wait for one that
+  is not. Otherwise it will send its first parcel anyway.
+- A worker with unresolved sends to a worker with which it has exchanged no first parcel sends one without gradients.
+- Parcels and replies may overtake each other, so nothing is announced twice: the second announcement would deny what is
+  in flight.
 
-The first parcel that reaches a worker makes its sender the *parent*, which is answered when all is over there; other
-parcels are answered at once. Answers may carry a parcel themselves, which needs no answer. So the pass as a whole is
-over when it is over on the worker that began it (the scheme of Dijkstra and Scholten).
+The first parcel that reaches a worker makes its sender the *parent*, which gets its reply when the pass is over there;
+other parcels are answered at once. Replies may carry a parcel themselves, which needs no reply. So the pass as a whole
+is over when it is over on the worker that began it (the scheme of Dijkstra and Scholten).
 
-It always ends: what a recv waits for are messages sent after it came. So, from the last message of the forward
-backwards, each is resolved.
+A pass always ends: a recv node waits only for messages that were sent after it arrived. So the messages of the forward
+pass are resolved one by one, from the last to the first.
 """
 
 from __future__ import annotations
@@ -47,23 +50,23 @@ class Sums(Protocol):
     def add(self, edge: Edge, gradient: Any, /) -> None: ...
 
     def take_recv(self, node: Any, count: int, /) -> Sequence[Any] | None:
-        """Take out the gradients of the tensors of a recv node; None if there are none."""
+        """Take out the gradients of the tensors of a recv node, and return them; None if there are none."""
 
 
 class Run(msgspec.Struct):
-    """An instruction: run these regions with these gradients, and say by `PassProtocol.ran` what was captured."""
+    """An instruction: run these regions with these gradients, and pass the captured ones to `PassProtocol.ran`."""
 
     regions: Sequence[Region]
     entering: Sequence[tuple[Edge, Any]]
     may_cross: bool
-    """Edges may lead from these regions into others that must not run yet."""
+    """Whether edges may lead from these regions into others that must not run yet."""
 
 
 class PassProtocol(msgspec.Struct, eq=False):
     """One pass on one worker. Gradients and nodes are opaque: gradients can be added, nodes are keys.
 
-    ``told`` and ``heard`` have more than nobody at first if workers exchanged first parcels with this one before it
-    knew the context.
+    ``told`` and ``heard`` are not empty at first if workers exchanged first parcels with this one before it knew the
+    context.
     """
 
     me: int
@@ -72,23 +75,23 @@ class PassProtocol(msgspec.Struct, eq=False):
     pass_id: int = 0
     retain_graph: bool = False
     told: set[int] = set()
-    """Workers that a first parcel was written to."""
+    """The workers that a first parcel was sent to."""
     heard: set[int] = set()
-    """Workers that a first parcel has come from."""
+    """The workers that a first parcel has arrived from."""
     used: list[int] = []
-    """The sends that got gradients."""
+    """The message ids of the sends that got gradients."""
     _settled: list[Region] = []
     """Regions that wait for nothing any more, and are not over."""
     _late: list[Region] = []
-    """Regions that could run, and wait for the first of the regions that they lead into."""
+    """Regions that could run, but wait for the first of the regions that they lead into."""
     _counts: dict[Any, int] = {}
-    """For each recv node that may get gradients, how many regions lead to it that have not run."""
+    """For each recv node that may get gradients, the number of regions that lead to it and have not run."""
     _unresolved: dict[int, dict[int, Region]] = {}
-    """Sends that wait, by the worker they went to and by message id."""
+    """The regions of unresolved sends, by the worker they were sent to and by message id."""
     _outbox: dict[int, Parcel] = {}
-    """What is to be told: gradients, and ``ids`` of sends that get none."""
+    """The parcels to be sent, by worker: gradients, and ``ids`` of sends that get none."""
     _asked_by: Sequence[int] = ()
-    """Workers that have asked, and are to be told at once what is open here."""
+    """Workers that have asked, and must get a first parcel at once."""
     _unacknowledged: int = 0
 
     def __post_init__(self) -> None:
@@ -111,12 +114,12 @@ class PassProtocol(msgspec.Struct, eq=False):
             self._resolve_some(self.me, [message_id for message_id in mine if message_id not in live])
 
     def _open(self, sender: int) -> list[int]:
-        """The messages of a worker whose tensors may still get gradients from here."""
+        """Return the ids of a worker's messages whose tensors may still get gradients from here."""
         return [record.message_id for node in self._counts if (record := node.record).sender == sender]
 
     def _settle_dead(self, regions: list[Region]) -> None:
-        """Nothing ever enters some regions: they are over before anything is announced."""
-        for region in regions:  # which grows meanwhile
+        """End regions that no gradient ever enters, before anything is announced."""
+        for region in regions:  # the list grows meanwhile
             region.waits -= 1
             if region.waits:
                 continue
@@ -134,8 +137,8 @@ class PassProtocol(msgspec.Struct, eq=False):
         self._feed(self.plan.regions[-1], entering)
 
     def received(self, sender: int, parcel: Parcel) -> None:
-        """A parcel has come. Raises `KeyError` with a message id for gradients of what is not among the sends."""
-        # Taken out: nobody but the sums shall have the gradients that are kept
+        """A parcel has arrived. Raises `KeyError` with the message id of gradients for which there is no open send."""
+        # Taken out, so that only the sums refer to the gradients that are kept
         gradients, parcel.gradients = parcel.gradients, []
         ids, asks, waiting = parcel.ids, parcel.asks, self._unresolved.get(sender)
         if asks is not None and sender not in self.told:
@@ -171,7 +174,7 @@ class PassProtocol(msgspec.Struct, eq=False):
         self._close(run.regions)
 
     def sent(self) -> None:
-        """A parcel has been sent by itself, and not with an answer: it will be acknowledged."""
+        """A parcel has been sent by itself, and not with a reply: it will be acknowledged."""
         self._unacknowledged += 1
 
     def acknowledged(self) -> None:
@@ -181,7 +184,7 @@ class PassProtocol(msgspec.Struct, eq=False):
     # -- instructions
 
     def next_run(self) -> Run | None:
-        """What can run now; None if nothing can before something else happens."""
+        """Return the regions to run now; None if nothing can run before the next event."""
         while regions := self._settled:
             self._settled = []
             may_cross = False
@@ -198,9 +201,9 @@ class PassProtocol(msgspec.Struct, eq=False):
         return None
 
     def _gather(self, settled: list[Region]) -> tuple[list[Region], bool]:
-        """The regions that run together, and whether some of their edges may lead into others."""
+        """Return the regions that run together, and whether some of their edges may lead into others."""
         regions, self._late = self._late, []
-        for region in settled:  # which grows meanwhile
+        for region in settled:  # the list grows meanwhile
             regions.append(region)
             for other in region.touches:
                 other.waits -= 1
@@ -211,9 +214,9 @@ class PassProtocol(msgspec.Struct, eq=False):
         return regions, any(not (other.is_over or other in running) for one in regions for other in one.touches)
 
     def _without_late(self, regions: list[Region]) -> list[Region]:
-        """Keep back regions that no other worker waits for, until one of the regions they lead into runs.
+        """Hold back regions that no other worker waits for, until one of the regions they lead into runs.
 
-        The engine need not be paused then at the border between the two.
+        So the engine need not be paused at the border between the two. Returns the other regions.
         """
         running = set(regions)
         while True:
@@ -228,9 +231,9 @@ class PassProtocol(msgspec.Struct, eq=False):
             self._late += late
 
     def post(self) -> list[tuple[int, Parcel]]:
-        """What is to be told now, and to whom. A parcel goes with an answer, or by itself: see `sent`.
+        """Return the parcels to send now, with their destinations. One is sent with a reply or by itself, see `sent`.
 
-        To be called when nothing more can run here before something else happens.
+        To be called when nothing more can run here before the next event.
         """
         told, outbox = self.told, self._outbox
         for peer in self._asked_by:
@@ -246,7 +249,7 @@ class PassProtocol(msgspec.Struct, eq=False):
         for peer, parcel in outbox.items():
             if peer not in told:
                 told.add(peer)
-                # it says what may still get gradients, and so what gets none
+                # a first parcel lists the sends that may still get gradients; all others get none
                 parcel.is_first, parcel.ids = True, self._open(peer)
                 if peer in self._unresolved and peer not in self.heard:
                     waiting = self._unresolved[peer]
@@ -255,14 +258,14 @@ class PassProtocol(msgspec.Struct, eq=False):
 
     @property
     def is_done(self) -> bool:
-        """Nothing is left to be done or waited for here, once what `post` has returned is under way."""
-        # A region that has not run waits for a send that is not resolved, and no late one leads to a recv
+        """Whether nothing is left to do or to wait for here, once the parcels that `post` has returned are sent."""
+        # A region that has not run waits for an unresolved send, and no late one leads to a recv node
         return not (self._unacknowledged or self._unresolved or self._counts)
 
     # -- inner workings
 
     def _resolve(self, region: Region, gradients: Sequence[Any] | None) -> None:
-        """A send, which is not among the unresolved any more, has its gradients, or will get none."""
+        """Give a send, already taken out of `_unresolved`, its gradients; None if it gets none."""
         if gradients is not None:
             self.used.append(region.message_id)
             self._feed(region, zip(region.send.edges, gradients, strict=True))  # type: ignore[union-attr]  # no root
@@ -271,8 +274,8 @@ class PassProtocol(msgspec.Struct, eq=False):
             self._settled.append(region)
 
     def _resolve_some(self, peer: int, ids: Iterable[int], gradients: Sequence[Any] | None = None) -> None:
-        """Messages that were sent to a worker have these gradients, or will get none."""
-        # The forward may go on meanwhile: nothing is known here, nor needed, of sends made since the pass began
+        """Give messages that were sent to a worker these gradients; None if they get none."""
+        # The forward may go on meanwhile: sends made since the pass began are not known here, nor needed
         waiting = self._unresolved.get(peer)
         if waiting is not None:
             for message_id in ids:
@@ -283,7 +286,7 @@ class PassProtocol(msgspec.Struct, eq=False):
                 del self._unresolved[peer]
 
     def _feed(self, region: Region, entering: Iterable[tuple[Edge, Any]]) -> None:
-        """Gradients enter at the edges of the send of a region, or of the roots."""
+        """Let gradients enter at the edges of the send of a region, or of the roots."""
         owners, recvs, add = self.plan.owners, region.recvs, self.sums.add
         for edge, gradient in entering:
             if gradient is None:
@@ -297,7 +300,7 @@ class PassProtocol(msgspec.Struct, eq=False):
                 add(edge, gradient)
 
     def _close(self, regions: Iterable[Region]) -> None:
-        """Regions are over: answer for recvs that no other region leads to."""
+        """End regions, and answer for recv nodes that no other region leads to any more."""
         counts = self._counts
         for region in regions:
             for node in region.recvs:
@@ -308,7 +311,10 @@ class PassProtocol(msgspec.Struct, eq=False):
                     self._answer_for(node)
 
     def _answer_for(self, node: Any) -> None:
-        """Tell the sender of a message the gradients of its tensors, or that there are none."""
+        """Give the sender of a message the gradients of its tensors, or a note that there are none.
+
+        Raises `AutogradError` if an earlier pass has freed the graph.
+        """
         record = node.record
         sender, message_id = record.sender, record.message_id
         gradients = self.sums.take_recv(node, record.count)

@@ -1,4 +1,4 @@
-"""What gradients can start from."""
+"""The check of the tensors that a backward pass starts from."""
 
 from __future__ import annotations
 

@@ -174,6 +174,10 @@ class Presence:
             if self._give_up_place(kv):
                 kv.add(self.mine, -1)
 
+    def forget(self) -> None:
+        """Record that the store that counted this worker is lost: `leave` has nothing to undo in another one."""
+        self._is_counted = False
+
     def _give_up_place(self, kv: KeyValues) -> bool:
         """Give up this worker's other entries in the store; returns False if another uncounted it already."""
         raise NotImplementedError
@@ -231,6 +235,8 @@ class Rendezvous:
                 is_gone = isinstance(error, RendezvousError) and self._store.is_lost
                 if not is_gone or self._now() >= deadline or not await self._store.reopen(deadline):
                     raise
+                if self._presence is not None:
+                    self._presence.forget()
                 await asyncio.sleep(REOPEN_DELAY_S)
             else:
                 return self._record

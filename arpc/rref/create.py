@@ -11,7 +11,14 @@ from arpc.agent.client.pending_calls import Call
 from arpc.agent.client.sender import as_arguments
 from arpc.agent.peers.peer import Peer
 from arpc.agent.server.functions import name_of
-from arpc.errors import CallCancelledError, RpcTimeoutError, RRefCreationError, SerializationError
+from arpc.errors import (
+    CallCancelledError,
+    RpcTimeoutError,
+    RRefCreationError,
+    SerializationError,
+    UnknownWorkerError,
+    not_run,
+)
 from arpc.ids import UNKNOWN_ID, GloballyUniqueId, WorkerInfo, address_of
 from arpc.options import UNSET, Unset
 from arpc.rref.exactly_once import Numbers
@@ -54,7 +61,7 @@ def start_creation(
     agent, forks, next_number = context.agent, context.forks, context.ids.next_number
     peer = agent.peer(to)
     connected = peer if peer is not None and peer.connection is not None else None
-    owner = _owner(peer, to) if connected is None else connected.info
+    owner = _owner(context, peer, to) if connected is None else connected.info
     rref, fork, numbers = next_number(), next_number(), context.numbers[owner.name]
     number, oldest = numbers.take()
     made = made or name
@@ -94,10 +101,14 @@ def start_creation(
     return creation
 
 
-def _owner(peer: Peer | None, to: str | int | WorkerInfo) -> WorkerInfo:
+def _owner(context: RRefContext, peer: Peer | None, to: str | int | WorkerInfo) -> WorkerInfo:
     """Return the worker that a creation goes to; with its name only, if the group must be asked for its id first."""
     if isinstance(to, WorkerInfo):
         return to if peer is None else peer.info
+    if peer is None and isinstance(to, int):
+        # creations are numbered by the name of their owner, which is not known
+        text = f"worker {context.info.name!r} has not met the worker with the id {to} yet: call remote() with its name"
+        raise not_run(UnknownWorkerError(text))
     if peer is None or (isinstance(to, str) and peer.must_be_asked_for):
         return WorkerInfo(str(to), UNKNOWN_ID)
     return peer.info
@@ -138,7 +149,7 @@ class Creation(Use, kw_only=True):
     def fetch_along(self) -> asyncio.Future[Any] | None:
         """Have the reply carry the value, and return a future of the reply; None if the creation was sent already.
 
-        The reply is the value, in a tuple if it is one itself, or `TO_BE_FETCHED`.
+        The reply is the value in a tuple, or `TO_BE_FETCHED`.
         """
         peer, agent = self.callee, self.context.agent
         if peer is None or (call := peer.held(self.call_id)) is None:

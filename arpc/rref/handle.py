@@ -222,9 +222,6 @@ class RRef(Generic[T_co]):
                 finally:
                     del waiter  # its exception refers to this frame
                 value: T_co
-                if type(answer) is not tuple:
-                    value = answer
-                    return value
                 if answer:
                     value = answer[0]
                     return value

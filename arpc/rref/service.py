@@ -125,8 +125,10 @@ class RRefService:
         number, oldest, rref, fork, made = unpack_label(run.meta.pop(KEY, None) if run.meta else None)
         caller, function = run.inbound.caller, run.function
         if not self._windows[caller.id].admit(number, oldest):
-            # A second copy, of which the first is answered; or the creator has given it up and waits for no reply
-            if run.handling is not None:
+            if rref not in self.forks.owned:
+                text = f"the creation of RRef {_text(rref)} has a number that worker {caller.name!r} has used before"
+                self.context.agent.dispatcher.replies.refused(run, RRefError(text))
+            elif run.handling is not None:  # a second copy: the first is answered
                 self.context.agent.observers.ended(run, 0, None)
             return None
         value = self.forks.creation_arrived(rref, fork, caller)

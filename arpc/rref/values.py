@@ -121,10 +121,7 @@ class Value(Owned, eq=False):
         if run.function.keeps_modules and is_a(result, ScriptModule):
             self.stays = True  # before other code can see the value
             return TO_BE_FETCHED
-        if not self.is_wanted:
-            return None
-        # a tuple goes inside another, so that it is not taken for `TO_BE_FETCHED`
-        return (result,) if type(result) is tuple else result
+        return (result,) if self.is_wanted else None
 
     def answered(self, run: Run, result: Any) -> None:
         service: RRefService = self.service

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from typing import Any
 
 import pytest
@@ -8,8 +9,8 @@ from torch.distributed import HashStore
 
 from arpc.errors import NameTakenError, RendezvousError, UnknownWorkerError
 from arpc.group import elastic_group
-from arpc.group.elastic_group import Stay, allocate_id, append_event, mark_used, read_events
-from arpc.group.group_store import Access, KeyValues
+from arpc.group.elastic_group import ElasticRendezvous, Stay, allocate_id, append_event, mark_used, read_events
+from arpc.group.group_store import Access, GroupStore, KeyValues
 from arpc.group.membership import encode
 from arpc.group.rendezvous import Joined, Left, Rendezvous, WorkerRecord
 from arpc.ids import WorkerInfo
@@ -334,6 +335,47 @@ async def test_cancelled_in_a_probe():
             await joining
         assert await a.members() == (a.record,)
         assert store.get("arpc/present/elastic") == b"1"
+
+
+async def test_a_join_that_is_cancelled_at_the_next_store_uncounts_nobody_there():
+    opening, opened = threading.Event(), threading.Event()
+
+    class Losing:
+        """A store that is lost as soon as a worker was counted in it."""
+
+        def __init__(self) -> None:
+            self._store = HashStore()
+            self._is_lost = False
+
+        def __getattr__(self, name: str) -> Any:
+            def call(*args: Any) -> Any:
+                if self._is_lost:
+                    raise RuntimeError("the connection is gone")
+                self._is_lost = name == "add" and "present/elastic" in args[0]
+                return getattr(self._store, name)(*args)
+
+            return call
+
+    class Opening(KeyValues):
+        def is_closing(self) -> bool:
+            opening.set()
+            assert opened.wait(30)
+            return super().is_closing()
+
+    second = Opening(HashStore(), Access("the next store"))
+
+    async def reopen(_: float) -> KeyValues:
+        return second
+
+    store = GroupStore(KeyValues(Losing(), Access("the store")), rank=None, world_size=None, reopen=reopen)
+    joining = asyncio.create_task(ElasticRendezvous(store).join("a", recorder("a")))
+    await asyncio.to_thread(opening.wait, 30)
+    joining.cancel()
+    opened.set()
+    with pytest.raises(asyncio.CancelledError):
+        await joining
+    assert second.count("present/elastic") == 0
+    await store.aclose()
 
 
 # -- a store that is made anew -----------------------------------------------------------------------------------------

@@ -242,6 +242,20 @@ async def local_total(rref: arpc.RRef[Counter]) -> int:
     return (await rref.local_value()).total
 
 
+class Shape:
+    """Travels as a plain tuple of its sizes."""
+
+    def __init__(self, *sizes: int) -> None:
+        self._sizes = sizes
+
+    def __reduce__(self) -> Any:
+        return tuple, ([*self._sizes],)
+
+
+async def shape(*sizes: int) -> Shape:
+    return Shape(*sizes)
+
+
 class Unsendable:
     def answer(self) -> int:
         return 42

@@ -38,6 +38,24 @@ async def test_a_value_that_is_wanted_at_once_comes_with_the_answer(group, value
     assert calls_handled(group, 1) == before + 1
 
 
+@pytest.mark.parametrize("sizes", [(), (3,), (3, 4)])
+async def test_a_value_that_arrives_as_a_tuple_is_that_tuple(group, sizes):
+    await connected(group)
+    rref = arpc.remote("worker1", objects.shape, sizes)
+    assert await rref == sizes
+    assert await rref == sizes  # fetched
+
+
+async def test_a_worker_that_is_known_by_its_id_alone_cannot_be_asked_for_a_value():
+    async with arpc.testing.cluster(["a"], elastic=True) as group:
+        newcomer = await group.add("b")
+        with pytest.raises(arpc.UnknownWorkerError, match=r"id 1 yet: call remote\(\) with its name") as caught:
+            group[0].remote(newcomer.info.id, objects.give_back, (1,))
+        assert not caught.value.may_have_run
+        assert await group[0].remote("b", objects.give_back, (1,)) == 1
+        assert await group[0].remote(newcomer.info.id, objects.give_back, (2,)) == 2
+
+
 async def test_a_tensor_comes_with_the_answer(group):
     await connected(group)
     before = calls_handled(group, 1)

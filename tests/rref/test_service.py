@@ -88,6 +88,17 @@ async def test_functions_without_a_number_have_a_name(group):
     assert "<lambda> for worker worker0" in row.made
 
 
+async def test_a_creation_with_a_number_that_was_used_before_is_refused(group: Cluster):
+    assert await arpc.remote("worker1", objects.give_back, (1,)) == 1
+    group[0].rref_context.numbers.pop("worker1")
+    rref = arpc.remote("worker1", objects.give_back, (2,))
+    with pytest.raises(arpc.RRefError, match="'worker0' has used before"):
+        await rref
+    del rref
+    assert await arpc.remote("worker1", objects.give_back, (3,)) == 3
+    await nothing_is_held(group)
+
+
 async def test_creations_with_arguments_by_name_make_the_same(group):
     by_place = arpc.remote("worker1", objects.make_number, (5,))
     by_name = arpc.remote("worker1", objects.make_number, (), {"number": 5})

@@ -1,8 +1,8 @@
-"""Describes any tensors of a message. `wire.values.schemas` recognizes plain ones faster, and caches descriptions.
+"""Describes tensors of any kind for a message. `wire.values.schemas` is faster for plain ones, and caches descriptions.
 
-Small tensors lie inside the message (*inline*), which copies them. Large ones are *buffers*: the transport sends them
-from the tensor's own memory. So what is written to such a tensor before its bytes have gone out is sent, and its
-storage must not be resized meanwhile. `wire.values.layouts` is the way back.
+Small tensors are copied into the message (*inline*). Large ones are *buffers*: the transport sends them from the
+tensor's own memory. So a write to such a tensor before its bytes have left changes what is sent, and its storage must
+not be resized meanwhile. `wire.values.layouts` builds the tensors again.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ from arpc.wire.values.table import (
 __all__ = ["LITTLE_BYTES", "Description", "Slot"]
 
 Slot = Tensor | PickleBuffer
-"""What fills a hole of a pickle: a tensor, or another object's memory (a numpy array's, say)."""
+"""The content of a hole in a pickle: a tensor, or another object's memory (a numpy array's, say)."""
 
 _ROW_COMPRESSED: Final = {torch.sparse_csr, torch.sparse_bsr}
 _COMPRESSED: Final = {*_ROW_COMPRESSED, torch.sparse_csc, torch.sparse_bsc}
 
 LITTLE_BYTES: Final = 8 * 1024
-"""To send so many bytes that nobody asked for costs less than to copy those that somebody did."""
+"""Sending this many unneeded bytes costs less than copying the needed ones."""
 
 
 class Description:
     """The tensors of one message: the table that describes them, and their memory.
 
-    What is larger than the limit is not copied. The stager takes care of tensors that are not in host memory, here or
-    there. Without one they cannot travel.
+    Memory of more than ``inline_limit`` bytes is not copied. The stager handles tensors that are not in host memory, on
+    this worker or at the receiver; without a stager they cannot be sent.
 
-    Raises `SerializationError` for a tensor that cannot travel.
+    Raises `SerializationError` for a tensor that cannot be sent, or for too many tensors.
     """
 
     def __init__(self, slots: Sequence[Slot], inline_limit: int, stager: Stager | None = None) -> None:
@@ -63,7 +63,7 @@ class Description:
         """Memory of the inline tensors, in order, each padded."""
         self.buffers: list[memoryview] = []
         self.waits: list[Callable[[], None]] = []
-        """To be called, in a thread, before the buffers are read: they are being filled from devices."""
+        """Functions to call, in a thread, before the buffers are read: each waits for a copy from a device."""
         self._spans: list[int] = []
         self._entries: list[Entry] = []
         self._stager = stager
@@ -81,13 +81,15 @@ class Description:
             )
         self.table: Final = encode_table((self.inline_bytes, bytes(codes), sources, shapes, entries))
         is_repeatable = len(self._spans) == len(slots) and all(entry.kind == Kind.STRIDED for entry in entries)
+        self.size_bytes: Final = self.inline_bytes + len(self.table) + 8 * len(self.buffers)
+        """The description's share of a body: the inline tensors, the table, and the sizes of the large tensors."""
         self.spans: Final = self._spans if is_repeatable else None
-        """How many bytes each slot is, from its own address on; None if some are taken from elsewhere, or shared."""
+        """The size of each slot in bytes, from its own address on; None if some are taken from elsewhere, or shared."""
 
     def _row(self, slot: Slot, span: Span | None, stays: bool) -> tuple[int, int, Sequence[int]]:
-        """A slot's place in the columns.
+        """Return a slot's row in the columns: its code, source and shape.
 
-        ``span``: what it shares with others. ``stays``: it is in host memory at the other end, if it is so here.
+        ``span``: the span that it shares with other slots. ``stays``: host memory stays host memory at the receiver.
         """
         if isinstance(slot, PickleBuffer):
             memory = slot.raw()
@@ -105,7 +107,7 @@ class Description:
         return Code.ENTRY, 0, ()
 
     def _plain(self, tensor: Tensor) -> tuple[int, int, Sequence[int]] | None:
-        """A dense tensor in host memory. None for any other."""
+        """Return the row of a dense tensor in host memory, None for any other tensor."""
         code = DTYPE_CODES.get(tensor.dtype)
         if code is None or not tensor.is_cpu or tensor.is_nested or not _is_dense(tensor):
             return None
@@ -120,7 +122,7 @@ class Description:
         self._spans.append(size)
         return code | Code.REQUIRES_GRAD if tensor.requires_grad else code, source, tensor.shape
 
-    # -- memory; each returns the source of what was added
+    # -- memory; each method returns the source of the bytes that it added
 
     def _add(self, memory: memoryview) -> int:
         if memory.nbytes <= self._inline_limit:
@@ -144,7 +146,7 @@ class Description:
         return self._add_buffer(view_of(owner.untyped_storage(), address, size_bytes))
 
     def _add_span(self, tensor: Tensor, start: int, end: int) -> int:
-        """Part of the storage that a tensor lies in."""
+        """Add part of the storage of a tensor."""
         _require_memory(tensor, end)
         return self._add_memory(tensor, tensor.untyped_storage().data_ptr() + start, end - start)
 
@@ -175,10 +177,13 @@ class Description:
         return self._strided(tensor, flags)
 
     def _staged(self, tensor: Tensor, stager: Stager, flags: int) -> Entry | None:
-        """A tensor whose bytes may still be on their way to host memory: never inline, therefore. None: it stays here.
+        """Describe a tensor whose bytes the stager copies to host memory; None if the stager leaves the tensor alone.
 
-        It travels contiguous, but for one that repeats its elements: that is not to take more memory than it has.
+        The bytes may not have arrived yet, so they are never inline. The tensor is sent contiguous, unless it repeats
+        elements: then only the memory that it has is sent.
         """
+        if tensor.is_cpu and tensor.numel():
+            _require_memory(tensor, extent(tensor)[1])
         repeated = _repeated(tensor)
         staged = stager.stage(tensor if repeated is None else repeated)
         if staged is None:
@@ -186,7 +191,7 @@ class Description:
         host = staged.host
         if staged.wait is not None:
             self.waits.append(staged.wait)
-        # A buffer says which device an empty one belongs on, too, so it has at least one element
+        # An empty tensor, too, needs a buffer to be placed on its device, so that has at least one element
         memory = host if host.numel() else host.new_empty(1)
         source = self._add_buffer(view_of(memory.untyped_storage(), memory.data_ptr(), memory.nbytes))
         code = DTYPE_CODES[host.dtype]
@@ -204,9 +209,9 @@ class Description:
         return Entry(Kind.PLACED, 0, flags, 0, (), layout=staged.device, parts=(part,)) if is_placed else part
 
     def _strided(self, tensor: Tensor, flags: int) -> Entry:
-        """A view, sent without what it skips over if that is much, and what it repeats only once.
+        """Describe a view. Elements that it repeats are sent once; memory that it skips is left out if that is much.
 
-        One that skips little stays the view it is: at the other end, too, it is not contiguous.
+        A view that skips little keeps its strides, so it is not contiguous at the receiver either.
         """
         code = DTYPE_CODES[tensor.dtype]
         shape, strides = tuple(tensor.shape), tuple(tensor.stride())
@@ -264,7 +269,7 @@ class Description:
 
 
 def _is_dense(tensor: Tensor) -> bool:
-    """Whether the memory of a tensor is what it stands for, element by element."""
+    """Whether the memory of a tensor holds the values of its elements, one after the other."""
     return (
         tensor.layout is torch.strided
         and tensor.is_contiguous()
@@ -286,7 +291,7 @@ def _require_memory(tensor: Tensor, end: int) -> None:
 
 
 def _repeated(tensor: Tensor) -> Tensor | None:
-    """The memory of a tensor that has more elements than memory, as `Tensor.expand` makes it. None for any other."""
+    """Return the memory of a tensor that repeats elements, as `Tensor.expand` makes it, once; None for any other."""
     if not tensor.numel():
         return None
     start, end = extent(tensor)
@@ -296,12 +301,12 @@ def _repeated(tensor: Tensor) -> Tensor | None:
 
 
 def _unrepeated(indices: Tensor) -> Tensor:
-    """Indices of a sparse tensor. A peer takes only those that have memory of their own."""
+    """Return indices of a sparse tensor with memory for each of them: a peer accepts no others."""
     return indices if _repeated(indices) is None else indices.contiguous()
 
 
 def _undecorated(tensor: Tensor) -> Tensor:
-    """The memory of a tensor without the lazy conjugate and negative bits, which travel as flags."""
+    """Return a tensor as it is in memory: without the lazy conjugate and negative bits, which are sent as flags."""
     plain = tensor.detach()
     if is_zero_tensor(plain):
         return torch.zeros(plain.shape, dtype=plain.dtype, device=plain.device)

@@ -1,15 +1,16 @@
-"""Packs the tensors of messages. What all messages with such tensors have in common is a *schema*.
+"""Packs the tensors of messages. Messages with similar tensors share a *schema*.
 
-A schema says of each tensor its dtype, shape and place in the message: everything but its bytes. A connection announces
+A schema has the dtype, shape and place in the message of each tensor: everything but its bytes. A connection announces
 a schema to its peer once and refers to it by number afterwards, so tensors of shapes that were sent before cost little
 more than a copy of their memory.
 
-The tensors of a message are recognized by the cheapest check that does:
+The schema of a message is found by the cheapest check that is enough:
 
-1. They look like those of the last message with these shapes: one call for all of them, see `arpc.private.torch`.
-2. They look like those of a message before, arrays included. Torch without its private APIs always goes this way.
-3. `wire.values.packing.Description`: what has not come before, and what must be looked at each time (tensors that share
-memory, are sparse, leave out much of their memory, or are on other devices). Equal descriptions have one schema.
+1. The tensors look like those of the last message with these shapes: one call for all, see `arpc.private.torch`.
+2. They look like those of an earlier message, arrays included. Without torch's private APIs, this check comes first.
+3. Otherwise they are described, see `wire.values.packing.Description`: if they are new, or need a description each time
+(tensors that share memory, are sparse, leave out much of their memory, or are on other devices). Equal descriptions
+have one schema.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from arpc.wire.values.raw_memory import MEMORY, view_of
 __all__ = ["Packer", "Schema"]
 
 MAX_SCHEMAS: Final = 1024
-"""Schemas that a packer remembers. When there are more, or their tables are larger than the next, it starts anew."""
+"""The most schemas that a packer keeps. Beyond that, or beyond `MAX_TABLE_BYTES` of tables, it drops all of them."""
 MAX_TABLE_BYTES: Final = 4 << 20
 
 _PLAIN: Final = frozenset((Tensor, Parameter))
@@ -49,13 +50,13 @@ _LOOKS: Final[tuple[Callable[[Any], Any], ...]] = (
     Tensor.is_neg,
     Tensor.is_conj,
 )
-"""What tells one strided tensor from another. Raises for a nested tensor."""
+"""The properties that tell one strided tensor from another. They raise errors for a nested tensor."""
 _NOT_STRIDED: Final = (AttributeError, LookupError, RuntimeError, TypeError)
-"""What torch raises for tensors that hide their memory or shape, and for slots that are no tensors."""
+"""The errors of torch for tensors that hide their memory or shape, and for slots that are no tensors."""
 
 
 def _looks_of(slots: Sequence[Any]) -> Hashable | None:
-    """Slots that look the same have the same description, unless they share memory. None: nothing is known of them."""
+    """Return a key: slots with equal keys have equal descriptions, unless they share memory. None for subclasses."""
     kinds = set(map(type, slots))
     memories: list[int] = []
     if PickleBuffer in kinds:
@@ -72,7 +73,7 @@ def _tensors_in(slots: Sequence[Any]) -> list[Any]:
 
 
 class Schema:
-    """What the tensors of a message are, but for their bytes. Two schemas of one packer have different tables."""
+    """The description of a message's tensors, without their bytes. Two schemas of one packer have different tables."""
 
     __slots__ = (
         "__weakref__",
@@ -92,46 +93,46 @@ class Schema:
 
     def __init__(self, table: bytes, inline_bytes: int) -> None:
         self.table: Final = table
-        """What the peer needs to know, see `wire.values.table`."""
+        """The description for the peer, see `wire.values.table`."""
         self.inline_bytes: Final = inline_bytes
         """The size of the inline tensors, each padded: the first bytes of a body."""
         self.uses = 0
-        """How many messages were packed by it, without those that were recognized by `fits`: these came before."""
+        """The number of messages packed with it. Those that `fits` recognized do not count: others came before them."""
         self.fits: Callable[..., bool] = fits_nothing
-        """Whether tensors look like those this was made for; True only if they do."""
+        """Returns whether tensors look like those of this schema; False proves nothing, see `fits_like`."""
 
     def learn(self, slots: Sequence[Any], spans: Sequence[int], inline_limit: int) -> None:
-        """Note how to take the memory of slots that this was made for, see `Description.spans`."""
+        """Record how to take the memory of slots like these; ``spans`` are those of their `Description`."""
         are_tensors = [type(slot) is not PickleBuffer for slot in slots]
         are_inline = [size <= inline_limit for size in spans]
         self._filled = [is_tensor and size > 0 for is_tensor, size in zip(are_tensors, spans, strict=True)]
-        """Which are tensors with some memory."""
+        """Whether each slot is a tensor with some memory."""
         self._spans = [*compress(spans, self._filled)]
-        """How many bytes each of these is, from its own address on."""
+        """The size of each of these tensors in bytes, from its own address on."""
         self._item_sizes = [slot.itemsize for slot in compress(slots, self._filled)]
         self._are_inline = [*compress(are_inline, self._filled)]
         sizes = [*compress(self._spans, self._are_inline)]
         padded = [*map(_padded, sizes)]
         self._padded = padded if padded != sizes else None
-        """The sizes of those that are inline with their padding, if there is any."""
+        """The sizes of the inline tensors with their padding; None if none is padded."""
         places = [*accumulate(map(and_, self._filled, are_inline), initial=0)]
         self._arrays = [(places[at], at) for at in range(len(slots)) if are_inline[at] and not are_tensors[at]]
-        """Of each other object that is inline: how many tensors are before it, and its position."""
+        """For each other object that is inline: the number of inline tensors before it, and its position."""
         self._large = [(at, size) for at, size in enumerate(spans) if not are_inline[at]]
-        """Position and size of those that are buffers."""
+        """The position and size of each slot that is a buffer."""
         self._is_mixed = not all(self._filled) or bool(self._large)
-        """Not all are inline tensors with some memory."""
+        """Whether some slots are not inline tensors with some memory."""
 
     def take(self, slots: Sequence[Any], pickle: bytes, meta: bytes) -> Content | None:
-        """Pack slots that look like those this was made for. None if they share memory or have lost some of it."""
-        # What a small tensor costs: each look at one takes 20 to 60 ns
+        """Pack slots that look like those of this schema. None if they share memory, or some of it was freed."""
+        # The cost of small tensors is here: each access to one takes 20 to 60 ns
         tensors = [*compress(slots, self._filled)] if self._is_mixed else slots
         addresses = bases = [*map(_address_of, tensors)]
         lengths: Iterable[int] = map(len, map(_storage_of, tensors))
         if any(map(_offset_of, tensors)):
             offsets = [*map(mul, map(_offset_of, tensors), self._item_sizes)]
             bases, lengths = [*map(sub, addresses, offsets)], map(sub, lengths, offsets)
-        # tensors of one storage have one base, and that of autograd's zeros, which have no memory, is 0
+        # tensors of one storage have the same base; that of autograd's zeros, which have no memory, is 0
         if 0 in bases or any(map(lt, lengths, self._spans)) or (len(bases) > 1 and len({*bases}) < len(bases)):
             return None
         places: Iterable[slice] = map(slice, addresses, map(add, addresses, self._spans))
@@ -145,7 +146,7 @@ class Schema:
         return Content(pickle, meta, self, [*parts])
 
     def _with_others(self, parts: list[bytes], slots: Sequence[Any], pickle: bytes, meta: bytes) -> Content:
-        """Add what is not a small tensor."""
+        """Add the slots that are not small tensors."""
         for place, at in reversed(self._arrays):
             memory = bytes(slots[at].raw())
             parts.insert(place, memory.ljust(_padded(len(memory)), b"\0"))
@@ -164,17 +165,17 @@ def _buffer_of(slot: Any, size_bytes: int) -> memoryview:
 
 
 class Packer:
-    """Packs the tensors of a worker's messages, and remembers their schemas. It keeps no tensor alive."""
+    """Packs the tensors of a worker's messages, and caches their schemas. It keeps no tensor alive."""
 
     def __init__(self, inline_limit: int, max_body_bytes: int = MAX_BODY_BYTES) -> None:
         """Tensors of more than ``inline_limit`` bytes are buffers.
 
-        Small tensors, and what describes all of them, take up to an eighth of the largest body.
+        If small tensors, their table and the pickle take more than ``max_body_bytes``, all tensors are buffers.
         """
         self._inline_limit = min(inline_limit, max_body_bytes // 64)
         self._max_body_bytes = max_body_bytes
         self._recent: dict[Hashable, Schema] = {}
-        """By the shapes of the tensors."""
+        """The last schema used for tensors of these shapes."""
         self._by_looks: dict[Hashable, Schema] = {}
         self._by_table: dict[bytes, Schema] = {}
         self._table_bytes = 0
@@ -182,24 +183,24 @@ class Packer:
     def pack(
         self, slots: Sequence[Any], pickle: bytes = b"", meta: bytes = b"", stager: Stager | None = None
     ) -> Content:
-        """The content of a message with tensors: finds their schema, and collects their memory.
+        """Return the content of a message with tensors: find their schema, and collect their memory.
 
-        Inline tensors are copied now. The stager takes care of tensors that are not in host memory, here or there;
-        without one they cannot travel.
+        Inline tensors are copied now. The stager handles tensors that are not in host memory, on this worker or at the
+        receiver; without a stager they cannot be sent.
 
-        Raises `SerializationError` for a tensor that cannot travel, or for too many of them.
+        Raises `SerializationError` for a tensor that cannot be sent, or for too many of them.
         """
         if stager is not None and stager.moves_host_memory:
             return self._describe(slots, pickle, meta, stager, None)
         try:
             schema = self._recent.get((*map(_shape_of, slots),))
-            # What has no shape has raised: torch would abort the process if it compared a nested tensor
+            # Slots without a shape have raised here: torch would abort the process if `fits` got a nested tensor
             if schema is not None and schema.fits(*slots):
                 content = schema.take(slots, pickle, meta)
                 if content is not None:
                     return content
         except _NOT_STRIDED:
-            pass  # there are arrays, or none
+            pass  # some slot is not a strided tensor
         return self._pack_by_looks(slots, pickle, meta, stager)
 
     def _pack_by_looks(self, slots: Sequence[Any], pickle: bytes, meta: bytes, stager: Stager | None) -> Content:
@@ -214,8 +215,8 @@ class Packer:
             return self._describe(slots, pickle, meta, stager, looks)
         schema.uses += 1
         if slots and PickleBuffer not in map(type, slots):
-            # TensorGuards are made when such tensors come again: shapes that come once need none. If there are some
-            # already, the tensors before were made in another mode of torch
+            # TensorGuards are made when such tensors come again: shapes that come once need none. Guards that exist
+            # already and do not fit were made in another mode of torch
             if not schema.fits(*slots):
                 schema.fits = fits_like(slots)
             self._recent[*map(_shape_of, slots)] = schema
@@ -226,13 +227,13 @@ class Packer:
     ) -> Content:
         limit, max_bytes = self._inline_limit, self._max_body_bytes
         described = Description(slots, limit, stager)
-        if described.inline_bytes + len(described.table) > max_bytes // 8:
-            limit = 0  # more small tensors than a body may have: they follow as large ones do
+        size = described.size_bytes
+        if size > max_bytes // 8:
+            looks = None  # not cached: whether there is room depends on the rest of each message
+        if size + len(meta) + len(pickle) > max_bytes:
+            limit = 0  # more small tensors than a body may have: send them all as large ones
             described = Description(slots, limit, stager)
-            size = len(described.table) + 8 * len(described.buffers)
-            if size > max_bytes // 8:
-                looks = None  # each time it depends on the rest of the message whether there is room
-            if size + len(meta) + len(pickle) > max_bytes:
+            if described.size_bytes + len(meta) + len(pickle) > max_bytes:
                 raise SerializationError(
                     f"what describes {len(slots)} tensors and the objects around them takes more bytes than are taken, "
                     f"{max_bytes}: send them in parts, or raise RpcOptions.max_body_bytes"

@@ -10,6 +10,7 @@ from torch import Tensor
 from arpc.errors import ProtocolError, SerializationError
 from arpc.wire.values.device_staging import AcceleratorBackend, Staged
 from arpc.wire.values.layouts import Misplaced, read_layout
+from arpc.wire.values.schemas import Packer
 from arpc.wire.values.table import Code, Entry, Kind, encode_table
 from tests.wire.exchange import INLINE, pack, unpack
 from tests.wire.fake_devices import FakeDevice
@@ -27,6 +28,14 @@ class ToMeta:
             host, wait = self._device.download(tensor)
             return Staged(host, "cuda:1", wait)
         return Staged(tensor.contiguous(), "cuda:0", None) if self.moves_host_memory else None
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+def test_a_tensor_whose_memory_was_cut_short_is_not_staged(repeats):
+    tensor = torch.ones(1 << 10).expand(3, -1) if repeats else torch.ones(1 << 10)
+    tensor.untyped_storage().resize_(64)
+    with pytest.raises(SerializationError, match="memory was freed"):
+        Packer(1 << 16).pack([tensor], stager=ToMeta(FakeDevice(), moves_host_memory=True))
 
 
 def test_what_is_staged_is_a_buffer_however_small_it_is():

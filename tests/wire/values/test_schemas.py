@@ -304,3 +304,16 @@ def test_a_layout_says_how_much_it_takes(packer):
         layout.build(body_of(packed, b"")[:-1], packed.buffers)
     with pytest.raises(ProtocolError, match="buffer 0 of 0"):
         layout.build(body_of(packed), [])
+
+
+@pytest.mark.parametrize(
+    ("count", "pickle_bytes", "are_inline"), [(2000, 0, True), (2000, 1_250_000, False), (70_000, 0, True)]
+)
+def test_small_tensors_are_inline_as_long_as_the_body_has_room(count, pickle_bytes, are_inline):
+    """And more of them can be sent than a message can have buffers."""
+    packer = Packer(1 << 16, max_body_bytes=1100 * max(count, 1000))
+    content = packer.pack([torch.zeros(128) for _ in range(count)], bytes(pickle_bytes))
+    assert content.schema is not None
+    assert (content.schema.inline_bytes > 0) is are_inline
+    assert (len(content.buffers) == 0) is are_inline
+    assert content.size_bytes() > count * 512

@@ -1,1 +1,1 @@
-"""Names, calls and dispatch. Knows no feature: handlers, reducers and interceptors are handed in."""
+"""Names, calls and dispatch. Depends on no feature: handlers, reducers and interceptors are passed in."""

@@ -1,8 +1,9 @@
-"""A worker as others see it: it makes calls, answers them, and knows which peers can be reached.
+"""The network side of a worker: it makes calls, answers the calls of peers, and tracks which peers can be reached.
 
-The agent is made of parts: a `Caller` with its `sender`, a `Receiver`, a `Dispatcher`, a `PeerDirectory` and a
-`Connector`. It knows no feature. What takes part in calls (autograd, profiling) comes in as interceptors, what travels
-in pickles (RRefs) as reducers, and what is neither call nor reply as entries of the handler table.
+The agent consists of a `Caller` with its `sender`, a `Receiver`, a `Dispatcher`, a `PeerDirectory` and a `Connector`.
+It depends on no feature. Features that take part in calls (autograd, profiling) are passed in as interceptors, objects
+that travel in pickles (RRefs) as reducers, and messages that are neither calls nor replies as entries of the handler
+table.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ _is_pristine = torchstate.is_pristine
 
 
 class Agent:
-    """Calls, dispatch and connections of one worker. Everything here belongs to the loop it was made on."""
+    """The calls, the dispatch and the connections of one worker. It belongs to the loop on which it was created."""
 
     def __init__(  # noqa: PLR0913 - one agent is made in one place, out of many parts
         self,
@@ -89,23 +90,23 @@ class Agent:
         placement: Placement | None,
         policy: Policy,
     ) -> None:
-        """``handlers`` serve messages that name no function, ``creations`` those that do."""
+        """``handlers`` serve features' messages that name no function, ``creations`` those that name one."""
         self.loop = asyncio.get_running_loop()
         self.options = options
         self.resolve = resolve
         self.placement = placement
-        """None if there are no devices but the CPU, here or on a peer."""
+        """Moves tensors to and from devices; None if neither this worker nor a peer has any but the CPU."""
         self.policy = policy
-        """What peers may do here; all that they send is read through it."""
+        """Decides what peers may do on this worker. Everything that they send is read through it."""
         self.messages_received: Callable[[Connection, list[Message]], None] = (
             self.dispatch if placement is None else partial(placement.messages_received, self.dispatch)
         )
-        """Takes what a connection brings, once what belongs on devices is there."""
+        """Handles the messages of a connection, once their tensors are on the devices where they belong."""
         self.is_closing = False
         self.is_serving = False
         self._tasks_are_isolated = torchstate.isolates_all_tasks(self.loop)
         self.observers = Observers(observers)
-        """Those that were passed stand by; see `observe`."""
+        """The observers. Those passed to the constructor are on standby; `observe` installs others."""
         self.codec = Codec(
             reducers,
             (*interceptors, self.observers),
@@ -121,7 +122,7 @@ class Agent:
         )
         self._alarms = alarms_of(self.loop)
         self.call_at: CallAt = self.loop.call_at if self._alarms is None else self._alarms.call_at
-        """For timers that are always set: calls a function at a time of the loop's clock."""
+        """Calls a function at a time of the loop's clock. For timers that are always set."""
         self.deadlines = Deadlines(self.loop, self.call_at)
         self.timeouts = Timeouts(self.deadlines, options.rpc_timeout, are_sent=options.timeouts_travel)
         self.connector = Connector(self, identity, transports, context, watchers)
@@ -149,7 +150,7 @@ class Agent:
         )
         self._sender = sender
         self._wrapped: CallSender = sender
-        """With the wrappers around it."""
+        """The sender with all wrappers around it, see `wrap_sender`."""
         self.meter: Meter | None = None
         """Receives the durations of calls and handlers; see `set_meter`."""
         self._wrap_sender()
@@ -163,7 +164,7 @@ class Agent:
             options=options,
             observers=self.observers,
         )
-        # peers and verbs, as features and the runtime use them
+        # the methods of these parts that features and the runtime use
         self.peer, self.known_peer, self.add_peer = self.peers.get, self.peers.known, self.peers.add
         self.call = self.caller.call
         self.call_and_wait = self.caller.call_and_wait
@@ -186,7 +187,7 @@ class Agent:
         receiver, dispatcher = self.receiver, self.dispatcher
         services: dict[type[Message], _Handler] = {}
         for message_class, function in handlers.items():
-            # A feature's own messages are calls too, of the one function that serves them
+            # A feature's own message is a call, too: of the function that serves its class
             services[message_class] = dispatcher.serve(message_class, function)
         for message_class, service in creations.items():
             services[message_class] = dispatcher.serve_creations(service)
@@ -207,7 +208,7 @@ class Agent:
         }
 
     def _checked(self, message_class: type[Message], handle: _Handler) -> _Handler:
-        """A handler that looks at the caller's role before it looks at the message."""
+        """Return a handler that checks the caller's role before it reads the message."""
 
         def handle_if_permitted(link: Link, message: Message) -> None:
             try:
@@ -226,22 +227,22 @@ class Agent:
 
     @property
     def is_elastic(self) -> bool:
-        """Workers this one has never heard of may come."""
+        """Whether the group is elastic: unknown workers may join at any time."""
         return self.peers.is_elastic
 
     def serve(self) -> None:
-        """The worker knows its group: others may connect from now on. Workers that tried before try again."""
+        """Accept connections from now on, since the worker knows its group. Workers that were refused before retry."""
         self.is_serving = True
 
     def identify(self, worker_id: int) -> None:
-        """The group has given this worker its id."""
+        """Set the id that the group has given to this worker."""
         self.peers.me = WorkerInfo(self.info.name, worker_id)
         self.connector.identify(worker_id)
 
     # -- peers
 
     def make_peer(self, info: WorkerInfo) -> Peer:
-        """A peer that is not in the directory yet."""
+        """Return a new peer, which is not in the directory yet."""
         return Peer(
             info,
             codec=self.codec,
@@ -251,7 +252,7 @@ class Agent:
         )
 
     def forget(self, worker: WorkerInfo) -> bool:
-        """Let go of what is kept of a worker that is gone; False if that must stay, see `PeerDirectory.forget`."""
+        """Forget a worker that is gone; False if it must be remembered, see `PeerDirectory.forget`."""
         if not self.peers.forget(worker):
             return False
         if self.peers.get(worker.name) is None:
@@ -263,17 +264,17 @@ class Agent:
 
     @property
     def is_wrapped(self) -> bool:
-        """A wrapper sees every request, see `wrap_sender`."""
+        """Whether a wrapper sees every request, see `wrap_sender`."""
         return self._wrapped is not self._sender
 
     @property
     def is_intercepted(self) -> bool:
-        """Some feature may take part in calls at the moment."""
+        """Whether a feature may take part in calls at the moment."""
         return any(self._occasions)
 
     @property
     def sender(self) -> CallSender:
-        """Sends all requests."""
+        """The sender of all requests."""
         return self.caller.sender
 
     @property
@@ -282,7 +283,7 @@ class Agent:
         return self._sender
 
     def wrap_sender(self, wrapper: Callable[[CallSender], CallSender]) -> None:
-        """Let a wrapper see every request of this worker, for good."""
+        """Put a wrapper around the sender, so that it sees every request of this worker. It cannot be removed."""
         self._wrapped = wrapper(self._wrapped)
         self._wrap_sender()
 
@@ -291,19 +292,19 @@ class Agent:
         self.caller.sender = sender if self.meter is None else TimedSender(sender, self.meter)
 
     def set_meter(self, meter: Meter | None) -> None:
-        """Give the durations of calls and handlers to a meter from now on; None: to none."""
+        """Report the durations of calls and handlers to a meter from now on; None turns this off."""
         self.meter = self.dispatcher.replies.meter = meter
         self._watchers_changed()
         self._wrap_sender()
 
     def observe(self, observer: Observer) -> None:
-        """Tell an observer of every call and every handler that begins from now on."""
+        """Notify an observer of every call and every handler that begins from now on."""
         if observer not in self.observers.installed:
             self.observers.installed.append(observer)
             self._watchers_changed()
 
     def unobserve(self, observer: Observer) -> None:
-        """Tell it of nothing that begins from now on; it still hears how what has begun ends."""
+        """Remove an observer. It is still notified of the end of calls and handlers that have begun."""
         if observer in self.observers.installed:
             self.observers.installed.remove(observer)
             self._watchers_changed()
@@ -316,9 +317,9 @@ class Agent:
     # -- messages
 
     def dispatch(self, connection: Connection, messages: list[Message]) -> None:
-        """Give each message to its handler."""
+        """Pass each message to its handler."""
         if not self._tasks_are_isolated and not _is_pristine():
-            # the loop is between two steps of a task that has switched something off for itself
+            # a suspended task, in a no_grad() block, say, has left its torch state on this thread
             torchstate.run_with(torchstate.DEFAULTS, self.dispatch, connection, messages)
             return
         link: Link = connection.owner
@@ -328,7 +329,7 @@ class Agent:
             self._handlers[message.__class__](link, message)
 
     def inspection_received(self, connection: Connection, messages: list[Message]) -> None:
-        """Messages of an onlooker, which may send nothing else."""
+        """Handle messages of an onlooker. Raises `ProtocolError` for a kind that onlookers may not send."""
         for message in messages:
             if not isinstance(message, _OF_ONLOOKERS):
                 raise ProtocolError(f"an onlooker sent {message.type.name}, and may only ask")
@@ -341,12 +342,12 @@ class Agent:
             if not is_question or not link.is_full:
                 self.messages_received(connection, [message])
             else:
-                # messages of features never wait for room
+                # refused, because messages of features are never queued
                 error = OverloadedError(f"{link.limit} questions of this onlooker are not answered yet")
                 self.dispatcher.reject(link, message, error)
 
     def thread_calls_received(self, connection: Connection, messages: list[Message]) -> None:
-        """Messages on a connection of a thread of a peer, which makes calls and does nothing else."""
+        """Handle messages on a peer's thread connection. Raises `ProtocolError` for anything but calls."""
         for message in messages:
             if not isinstance(message, _OF_THREADS):
                 raise ProtocolError(f"the connection of a thread brought {message.type.name}, and may only bring calls")
@@ -360,7 +361,7 @@ class Agent:
         link.goodbye = bytes(message.body).decode(errors="replace") or "it closed the connection"
 
     def output_drained(self, connection: Connection) -> None:
-        """The peer takes bytes again."""
+        """Resume the calls, streams and requests that waited for the peer, which reads again."""
         link: Link | None = connection.owner
         if link is None:
             return
@@ -373,7 +374,7 @@ class Agent:
     def stop_taking_calls(self) -> None:
         """Refuse calls from now on, except for those that work under way may have caused, see `leaving`.
 
-        Their callers get a `ShutdownError` that says that the function did not run. Messages of features are taken.
+        The callers get a `ShutdownError` with ``may_have_run`` False. Messages of features are still handled.
         """
         earlier = EarlierWork(self.connector.links, self.peers)
         for message_class in self._calls_of_functions:
@@ -384,7 +385,7 @@ class Agent:
         (handle if earlier.may_cause_calls(self.peers) else self.dispatcher.refuse)(link, message)
 
     async def drain(self, timeout_s: float | None = None) -> bool:
-        """Wait until no call is under way in either direction; False if that did not happen in time."""
+        """Wait until no call is under way in either direction; False if ``timeout_s`` passes first."""
         deadline = None if timeout_s is None else self.loop.time() + timeout_s
         pause = 0.0005
         while not self.is_quiet():
@@ -395,7 +396,7 @@ class Agent:
         return True
 
     def is_quiet(self) -> bool:
-        """Whether no call is under way in either direction."""
+        """Return whether no call is under way in either direction."""
         is_called = any(peer.calls_in_flight for peer in self.peers)
         return not (self.caller.deferred or is_called or self.connector.busy_links())
 
@@ -404,7 +405,7 @@ class Agent:
         return sum(peer.calls_made for peer in self.peers)
 
     async def aclose(self, reason: str = "it was shut down") -> None:
-        """Take no more calls, end what is under way, say goodbye and close every connection."""
+        """Refuse further calls, end those under way, say goodbye to the peers and close every connection."""
         self.is_closing = True
         self._sender.close()
         for message_class in self._requests:
@@ -423,7 +424,7 @@ class Agent:
             self._alarms.close()
 
     def statistics(self) -> dict[str, Any]:
-        """Counters of everything this agent keeps."""
+        """Return the counters of all parts of this agent."""
         return {
             "executor": self.dispatcher.statistics(),
             "deadlines": self.deadlines.statistics(),

@@ -1,8 +1,8 @@
-"""The content of messages: objects to bytes and back, with what interceptors add.
+"""The content of messages: objects to bytes and back, and the metadata of interceptors.
 
-`Codec` is the one place where an object becomes the content of a message, and where what a peer sent becomes an object.
-All that it reads goes through its `policy`. Encoding does not depend on the peer, but for reducers that hand something
-out to it (RRefs), functions of ``__main__`` and device maps.
+`Codec` is the one place where an object becomes the content of a message, and where the content that a peer sent
+becomes an object. Everything that it reads goes through its `policy`. Encoding does not depend on the peer, except for
+reducers that hand out references to it (RRefs), for functions of ``__main__`` and for device maps.
 """
 
 from __future__ import annotations
@@ -46,32 +46,32 @@ class Codec:
     ) -> None:
         self.policy = policy
         self.read = policy.read
-        """The object of a pickle and its slots, from this sender. Raises whatever unpickling raises."""
+        """Rebuilds the object of a pickle and its slots, from a given sender. Raises whatever unpickling raises."""
         self.pickler = Pickler(reducers, families, policy.pickler)
         self.interceptors = tuple(interceptors)
         self._by_key = {interceptor.key: interceptor for interceptor in interceptors}
         self._keys_in_threads = {interceptor.key for interceptor in interceptors if interceptor.replies_in_threads}
         self.max_pickle_bytes = max_body_bytes * 7 // 8
-        """The largest pickle that is sent. Room is left for metadata and for what describes tensors."""
+        """The size of the largest pickle that is sent. It leaves room for metadata and the table of tensors."""
         self.pack = Packer(inline_tensor_bytes, max_body_bytes).pack
-        """The content of a message with tensors. The stager, if any, is one of `stager_to` and `stager_back`."""
+        """Builds the content of a message with tensors. The stager, if any, is from `stager_to` or `stager_back`."""
         self._placement = placement
         self.knows_devices = placement is not None
-        """There is more than the CPU here: tensors may have to be staged."""
+        """Whether this worker or a peer has devices besides the CPU: tensors may have to be staged."""
 
     # -- encoding
 
     def when_filled(self, content: Content, then: Callable[[SerializationError | None], None]) -> None:
-        """Call back on the loop once tensors that are copied from devices are in host memory, or could not be."""
-        assert self._placement is not None  # nobody else has devices
+        """Call ``then`` on the loop once tensors are copied from devices to host memory, or with the error."""
+        assert self._placement is not None  # without it, no content waits for devices
         self._placement.when_filled(content.waits, then)
 
     def stager_to(self, worker: str) -> Stager | None:
-        """For the arguments of calls to a worker; None if nothing but the CPU is known here."""
+        """Return the stager for the arguments of calls to a worker; None if no device but the CPU is known here."""
         return None if self._placement is None else self._placement.stager(worker)
 
     def stager_back(self, request: Metadata | None) -> Stager | None:
-        """For the answer to a request that came with this metadata."""
+        """Return the stager for the reply to a request with this metadata; None if it needs none."""
         is_asked = request is not None and PLACE in request
         if self._placement is None:
             return _ALL_TO_CALLER if is_asked else None
@@ -81,21 +81,21 @@ class Codec:
 
     @staticmethod
     def slots(message: Message) -> list[Any]:
-        """The tensors of a message. Raises `ProtocolError` or `SerializationError`."""
+        """Return the tensors of a message. Raises `ProtocolError` or `SerializationError`."""
         layout = message.layout
         return _NO_SLOTS if layout is None else layout.build(message.memory, message.buffers)
 
     def metadata(self, message: Message) -> Metadata:
-        """What interceptors of the peer added. Raises `ProtocolError`."""
+        """Return the metadata that interceptors of the peer have added. Raises `ProtocolError`."""
         return decode_metadata(message.meta) if message.meta else _NO_METADATA
 
     def content(self, message: Message, slots: list[Any], sender: WorkerInfo) -> Any:
-        """The object in a message, None if there is none. Raises whatever unpickling raises."""
+        """Return the object in a message, None if there is none. Raises whatever unpickling raises."""
         body = message.body
         return self.read(body, slots, sender) if body else None
 
     def function(self, message: Message, sender: WorkerInfo) -> Any:
-        """What a peer will call by number. Raises whatever unpickling raises."""
+        """Return the function that a peer will call by number. Raises whatever unpickling raises."""
         return self.policy.function(message.body, sender)
 
     # -- interceptors
@@ -113,11 +113,11 @@ class Codec:
         return reply
 
     def replies_in_thread(self, meta: Metadata | None) -> bool:
-        """Whether a reply to a request with this metadata may be encoded, and sent, by a thread."""
+        """Return whether a thread may encode and send the reply to a request with this metadata."""
         return not meta or (len(meta) == 1 and not self._keys_in_threads.isdisjoint(meta))
 
     def reply_sent_in_thread(self, peer: WorkerInfo, meta: Metadata, slots: list[Slot]) -> Metadata | None:
-        """What is sent with the reply of a thread; None if that takes the loop. See `replies_in_thread`."""
+        """Return the metadata for a reply sent by a thread; None if only the loop can. See `replies_in_thread`."""
         ((key, value),) = meta.items()
         added = self._by_key[key].reply_sent_in_thread(peer, value, slots)
         return None if added is None else {key: added}

@@ -1,9 +1,10 @@
-"""What a worker still takes while it leaves an elastic group: only calls that work under way may have caused.
+"""The calls that a worker still accepts while it leaves an elastic group: those that work under way may have caused.
 
-Others may go on calling a worker that leaves. Were all of their calls taken, it could not leave before they stop. A
-handler that runs here may wait for a call back to this worker, so that one must be taken. Such a call has two marks:
-work that was under way when the leaving began still is, and a call of this worker is under way, by which the other
-worker was asked. Work that begins later counts for neither the first mark nor the time that leaving takes.
+Peers may go on calling a worker that leaves. If it accepted all of their calls, it could not leave before they stop.
+But a handler that runs here may wait for a call back to this worker, which must be accepted. Such a call is possible
+under two conditions: work that was under way when the worker began to leave has not ended, and a call of this worker is
+in flight, which may have made the peer call back. Work that begins later does not count for the first condition, so it
+does not extend the time in which calls are accepted.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ class EarlierWork:
         self._left = self._under_way(peers)
 
     def may_cause_calls(self, peers: Iterable[Peer]) -> bool:
-        """Whether a request that comes now may be the consequence of this work."""
+        """Return whether a request that arrives now may be a consequence of this work."""
         if self._left:
             self._left &= self._under_way(peers)
         return bool(self._left) and any(peer.calls_in_flight for peer in peers)
 
     def _under_way(self, peers: Iterable[Peer]) -> set[tuple[object, int]]:
-        """What is under way now, by id. Calls of this worker and of its threads are numbered independently."""
+        """Return a key for each request and call under way. Calls on thread connections have ids of their own."""
         requests = {(inbound, id_) for inbound in self._inbounds for id_ in (*inbound.running, *inbound.waiting)}
         calls = {(peer.calls, id_) for peer in peers for id_, _ in peer.calls}
         of_threads = {(peer, id_) for peer in peers for id_, _, _ in peer.calls_of_threads()}

@@ -1,7 +1,8 @@
-"""Finds code that blocks the event loop: a thread looks at the loop now and then, and logs what keeps it.
+"""Finds code that blocks the event loop: a thread checks the loop at intervals, and logs the function that blocks it.
 
 A handler that blocks (``time.sleep``, a large computation in an ``async def``) stops every call of its worker, and
-nothing of that shows where it happens. The loop pays for a timer twice a second, and calls pay nothing.
+without this check nothing shows which handler it is. The cost is a timer of the loop, twice a second; calls cost
+nothing.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ __all__ = ["LoopWatch", "unwatch_loop", "watch_loop"]
 logger = get_logger("arpc.loop")
 
 LIMIT_S = 1.0
-"""How long a callback or a step of a coroutine may take before it is logged."""
+"""The time after which a callback or a step of a coroutine that still runs is logged."""
 _RUNTIME = frozenset({"arpc", "asyncio", "uvloop"})
 _DEBUGGERS = frozenset({"bdb", "pdb", "debugpy", "pydevd", "_pydevd_bundle", "IPython"})
 
 
 class LoopWatch:
-    """Watches one loop, for all of its workers. Made and ended on it."""
+    """Watches one loop, for all of its workers. Create and close it on that loop."""
 
     def __init__(self, limit_s: float) -> None:
         loop = asyncio.get_running_loop()
@@ -40,7 +41,7 @@ class LoopWatch:
         self._seen_s = time.monotonic()
         self._told_s = -1.0
         self._timer = loop.call_later(self._interval_s, self._tick, loop)
-        # weakly: a loop that is dropped with its workers must be able to go
+        # weak references, so that a loop that is dropped with its workers can be freed
         arguments = (weakref.ref(loop), weakref.ref(self), self._over, self._interval_s)
         threading.Thread(target=_watch, args=arguments, name="arpc-loop-watch", daemon=True).start()
 
@@ -54,7 +55,7 @@ class LoopWatch:
         self._over.set()
 
     def look(self) -> None:
-        """Log what keeps the loop, once for each time. Called by the thread."""
+        """Log the function that blocks the loop, once for each time that it is blocked. Called by the thread."""
         seen_s = self._seen_s
         if time.monotonic() - seen_s < self._limit_s + self._interval_s or seen_s == self._told_s:
             return
@@ -83,7 +84,7 @@ def _watch(
     before_s = time.monotonic()
     while not over.wait(interval_s):
         now_s = time.monotonic()
-        # a process that was stopped, or starved, says nothing about its loop
+        # if the whole process was stopped, or got no CPU, its loop is not to blame
         was_stopped, before_s = now_s - before_s > 4 * interval_s, now_s
         watched, looked_after = loop(), watch()
         if watched is None or looked_after is None or watched.is_closed():
@@ -98,7 +99,7 @@ def _module(frame: FrameType) -> str:
 
 
 def _blocking(innermost: FrameType) -> tuple[FrameType, FrameType] | None:
-    """The function that the loop runs, and the innermost place of the user's own; None in a debugger."""
+    """Return the frame of the function that the loop runs, and the user's innermost frame; None in a debugger."""
     inner: list[FrameType] = []
     frame: FrameType | None = innermost
     while frame is not None:
@@ -121,7 +122,7 @@ _watches: WeakKeyDictionary[asyncio.AbstractEventLoop, LoopWatch] = WeakKeyDicti
 
 
 def watch_loop(worker: Any) -> None:
-    """Watch the running loop, as long as it has workers."""
+    """Watch the running loop for a worker, until its last worker has ended."""
     loop = asyncio.get_running_loop()
     watch = _watches.get(loop)
     if watch is None:
@@ -130,7 +131,7 @@ def watch_loop(worker: Any) -> None:
 
 
 def unwatch_loop(worker: Any) -> None:
-    """A worker of the running loop has ended."""
+    """Stop watching the running loop for a worker that has ended."""
     loop = asyncio.get_running_loop()
     watch = _watches.get(loop)
     if watch is not None and worker.info.name in watch.workers:

@@ -1,7 +1,7 @@
-"""Watches the other workers of the group, and tells listeners what became of them.
+"""Watches the other workers of the group, and notifies listeners when one joins, leaves, is lost or returns.
 
-It hears of connections from the agent, and of workers that come and go in an elastic group from its log. While there
-are listeners, it also keeps a connection to every other worker, whose end shows at once that the worker has died.
+The agent reports connections, and the log of an elastic group reports the workers that join and leave. While there are
+listeners, the watch also keeps a connection to every other worker, whose end shows at once that the worker has died.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ __all__ = ["MembershipWatch"]
 logger = get_logger("arpc.membership")
 
 _LOOK_S: Final = 1.0
-"""How often the log of an elastic group is looked at, at most."""
+"""The longest interval at which the log of an elastic group is read."""
 
 LostCallback = Callable[[MemberLost], object]
 
 
 class MembershipWatch(PeerWatcher):
-    """What one worker knows of the others, kept up to date."""
+    """The view that one worker has of the other workers, kept up to date."""
 
     def __init__(self, rendezvous: Rendezvous, options: RpcOptions, context: Context) -> None:
         self.roster = Roster()
@@ -46,31 +46,31 @@ class MembershipWatch(PeerWatcher):
         self._is_closed = False
 
     def attach(self, agent: Agent) -> None:
-        """The agent whose connections tell of the others."""
+        """Set the agent, which reports connections to this watch."""
         self._agent = agent
         self.roster.forget = agent.forget
 
     def identify(self, _: WorkerInfo) -> None:
-        """Nothing is said to others here."""
+        """Do nothing: the watch sends no messages."""
 
     def start(self) -> None:
-        """The agent knows the group."""
+        """Start to watch, now that the agent knows the group."""
         for peer in self._agent.peers:
             self._seen(peer.info)
         if self._rendezvous.is_elastic:
             self._own(self._follow_log())
 
-    # -- for people
+    # -- for users
 
     def listen(self) -> MemberStream:
-        """A stream of what happens from now on."""
+        """Return a stream of the events from now on."""
         stream = self.roster.stream()
         self._seek_all()
         return stream
 
     def on_lost(self, callback: LostCallback) -> Callable[[], None]:
-        """Call something for each worker that is lost from now on; what is returned takes that back."""
-        key = object()  # a callback that is given twice is called twice, and taken back one by one
+        """Call ``callback`` for each worker that is lost from now on; the returned function unregisters it."""
+        key = object()  # a callback that is registered twice is called twice, and unregistered one by one
         self._callbacks[key] = callback
         self._seek_all()
 
@@ -89,7 +89,7 @@ class MembershipWatch(PeerWatcher):
         if peer is not None and worker != self._agent.info and peer.connection is None:
             self._agent.connector.seek(peer, "it could not be connected to")
 
-    # -- told by the agent
+    # -- called by the agent
 
     def peer_connected(self, peer: WorkerInfo) -> None:
         self._seen(peer)
@@ -111,14 +111,14 @@ class MembershipWatch(PeerWatcher):
         if peer is not None and worker != self._agent.info and peer.incarnation is not None:
             self.roster.seen(worker, peer.incarnation)
 
-    # -- told by the group
+    # -- the log of the group
 
     async def _follow_log(self) -> None:
         try:
             async for change in self._rendezvous.changes(interval_s=self._interval_s):
                 if not isinstance(change, Joined):
                     self._gone(change.record)
-                elif change.record.name != self._agent.info.name:  # else it is this worker, or who has its name now
+                elif change.record.name != self._agent.info.name:  # else it is this worker, or its successor
                     await self._came(change.record)
         except RendezvousError as error:
             logger.warning(
@@ -126,15 +126,15 @@ class MembershipWatch(PeerWatcher):
             )
 
     async def _came(self, record: WorkerRecord) -> None:
-        # A log is about the past: it may have gone since, and another may have come under its name
+        # The log is about the past: the worker may have left since, and another may have taken its name
         try:
             current = await self._agent.resolve(record.name)
         except (UnknownWorkerError, RendezvousError):
-            return  # it has gone; or the store is lost, and whoever is in the next one is told of again
+            return  # it has left; or the store is lost, and the next one reports its workers again
         except ConfigurationError as error:
             logger.warning("worker %s cannot be called from %s: %s", record.name, self._agent.info.name, error)
             return
-        # nothing was awaited since that was true
+        # still true, because nothing was awaited since
         if current.incarnation == record.incarnation:
             self._agent.add_peer(record)
             self._seen(record.info)
@@ -158,7 +158,7 @@ class MembershipWatch(PeerWatcher):
     def _call(self, callback: LostCallback, event: MemberLost) -> None:
         try:
             result = callback(event)
-        except BaseException as error:  # noqa: BLE001 - the callbacks after it, and other features, must hear of it too
+        except BaseException as error:  # noqa: BLE001 - other callbacks and features must be notified, too
             _log_failed_callback(event, error)
             return
         if is_coroutine(result):
@@ -169,7 +169,7 @@ class MembershipWatch(PeerWatcher):
             await coroutine
         except (asyncio.CancelledError, GeneratorExit):
             raise
-        except BaseException as error:  # noqa: BLE001 - of a task, SystemExit would end the loop
+        except BaseException as error:  # noqa: BLE001 - SystemExit in a task would end the loop
             _log_failed_callback(event, error)
 
     def _own(self, coroutine: Coroutine[Any, Any, Any]) -> None:
@@ -178,15 +178,15 @@ class MembershipWatch(PeerWatcher):
         task.add_done_callback(self._tasks.discard)
 
     def close(self) -> None:
-        """Streams end, and callbacks are called no more. What callbacks have begun is cancelled."""
+        """End all streams, drop all callbacks, and cancel the coroutines that callbacks have returned."""
         self._is_closed = True
         self._callbacks.clear()
         self.roster.close()
-        # not awaited: one of them may be what shuts this worker down
+        # not awaited: one of them may be the code that shuts this worker down
         for task in self._tasks:
             task.cancel()
 
 
 def _log_failed_callback(event: MemberLost, error: BaseException) -> None:
-    # not as the exception of the record: whoever formats that runs code of the user
+    # not as exc_info: formatting that would run the user's code
     logger.error("a callback for the loss of worker %s raised\n%s", event.worker.name, stack_of(error))

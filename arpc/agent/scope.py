@@ -1,6 +1,6 @@
-"""What a piece of code runs on behalf of: which worker, within which deadline, for which caller.
+"""The scope of the code that runs now: its worker, its deadline and its caller.
 
-One ContextVar for all of it, so that starting a handler sets one variable and making a call reads one.
+One ContextVar holds all of it, so that starting a handler sets one variable and making a call reads one.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ class Scope(Protocol):
 
     @property
     def worker(self) -> Any:
-        """The worker this code belongs to; typed by the runtime, which alone knows what a worker is."""
+        """The worker that this code belongs to. The runtime, a higher layer, defines its type."""
 
     @property
     def deadline(self) -> float | None:
-        """When the result is of no use any more, in the loop's time."""
+        """The time, by the loop's clock, after which the result is of no use; None for no deadline."""
 
     @property
     def caller(self) -> WorkerInfo | None:
@@ -35,13 +35,16 @@ class Scope(Protocol):
 
     @property
     def prerequisites(self) -> list[Awaitable[object]] | None:
-        """What a handler waits for before it starts. What is unpacked as one of its arguments may add to it."""
+        """The awaitables that a handler waits for before it starts; None outside of handlers.
+
+        Code that unpickles one of the arguments may add to it.
+        """
 
     def call_begun(self, future: asyncio.Future[Any]) -> None:
-        """A call was made in this scope; one of a handler ends with the handler if that is cancelled."""
+        """Record a call that was made in this scope. If a handler is cancelled, its calls are cancelled, too."""
 
     def call_comes(self) -> None:
-        """A thread makes a call in this scope, which begins on the loop, soon. In that thread."""
+        """Record that a thread makes a call in this scope, which soon begins on the loop. Called in that thread."""
 
 
 class WorkerScope(NamedTuple):
@@ -53,10 +56,10 @@ class WorkerScope(NamedTuple):
     prerequisites: None = None
 
     def call_begun(self, future: asyncio.Future[Any]) -> None:
-        """Nothing to keep: this scope has no end of its own."""
+        """Do nothing: this scope is never cancelled."""
 
     def call_comes(self) -> None:
-        """Nothing to wait for."""
+        """Do nothing: no reply has to wait for the call."""
 
 
 current_scope: ContextVar[Scope | None] = ContextVar("arpc.scope", default=None)
@@ -76,7 +79,7 @@ def _log_fields() -> dict[str, Any]:
 
 set_source(_log_fields)
 
-# Workers refer to their loop: were they kept here, neither would ever go
+# Weak, because workers refer to their loop: strong references would keep both alive for ever
 _living: WeakKeyDictionary[asyncio.AbstractEventLoop, WeakSet[Any]] = WeakKeyDictionary()
 """The workers of each loop."""
 
@@ -85,14 +88,14 @@ _left_behind = False
 
 
 def is_forked() -> bool:
-    """Whether workers were left behind in the process that this one was forked from."""
+    """Return whether this process was forked from one that had workers."""
     return _left_behind
 
 
 def _leave_behind() -> None:
-    """Let a forked process have no worker: its parent's connections are those of its parent.
+    """Drop all workers in a forked process, because their connections belong to the parent.
 
-    Requests that both write to one socket would have the same ids, and each the other's answers.
+    If both processes wrote requests to one socket, the ids would collide, and each would get the other's replies.
     """
     global _left_behind  # noqa: PLW0603 - there is one process
     _left_behind = _left_behind or any(_living.values())
@@ -105,21 +108,22 @@ if hasattr(os, "register_at_fork"):
 
 
 def worker_began(worker: Any, loop: asyncio.AbstractEventLoop) -> None:
-    """A worker can be used from now on, and is the one of this context."""
+    """Register a worker that can be used from now on, and make it the worker of this context."""
     current_scope.set(WorkerScope(worker))
     _living.setdefault(loop, WeakSet()).add(worker)
 
 
 def worker_ended(worker: Any, loop: asyncio.AbstractEventLoop) -> None:
-    """It cannot be used any more."""
+    """Unregister a worker that cannot be used any more."""
     if (workers := _living.get(loop)) is not None:
         workers.discard(worker)
 
 
 def find_scope() -> Scope | None:
-    """The scope of this context; in a context that has none, that of the running loop's only worker.
+    """Return the scope of this context; if it has none, that of the running loop's only worker, if there is just one.
 
-    A notebook runs every cell in a context of its own: what `init_rpc` made current in one is not so in the next.
+    A notebook runs every cell in a context of its own: the worker that `init_rpc` made current in one cell is not
+    current in the next.
     """
     scope = current_scope.get()
     if scope is not None:

@@ -1,1 +1,1 @@
-"""Undocumented APIs of other libraries, one module per library, each probed at import and with a public fallback."""
+"""Undocumented APIs of other libraries, one module per library. Those with a public fallback are probed at import."""

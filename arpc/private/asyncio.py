@@ -1,6 +1,7 @@
-"""Undocumented APIs of asyncio: each is looked for at import, and has a fallback that uses documented APIs only.
+"""Undocumented APIs of asyncio.
 
-``ARPC_PUBLIC_APIS=1`` in the environment turns them off; `private_apis` says which are on.
+Those in `private_apis` are probed at import, and arpc works without them. ``ARPC_PUBLIC_APIS=1`` in the environment
+turns them off; `private_apis` reports which are on.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ def _unavailable(_loop: asyncio.AbstractEventLoop, _task: asyncio.Task[Any]) -> 
 
 
 enter_task: _Switch = _unavailable
-"""Makes a task the current one, outside of its own steps. Raises `RuntimeError` if another one is, or if it cannot."""
+"""Makes a task current outside of its own steps. Raises `RuntimeError` if another one is current, or if unavailable."""
 leave_task: _Switch = _unavailable
-"""Ends what `enter_task` began."""
+"""Undoes `enter_task`."""
 try:
     from asyncio.tasks import _enter_task, _leave_task
 except ImportError:
@@ -43,7 +44,7 @@ else:
 
 
 def find_running_loop() -> asyncio.AbstractEventLoop | None:
-    """`running_loop` by documented APIs."""
+    """Do what `running_loop` does, by documented APIs."""
     try:
         return asyncio.get_running_loop()
     except RuntimeError:
@@ -53,14 +54,14 @@ def find_running_loop() -> asyncio.AbstractEventLoop | None:
 running_loop: Callable[[], asyncio.AbstractEventLoop | None] = (
     find_running_loop if PUBLIC_ONLY else getattr(asyncio, "_get_running_loop", find_running_loop)
 )
-"""The loop that runs in this thread, None if there is none.
+"""Return the loop that runs in this thread, None if there is none.
 
-Unlike ``asyncio.get_running_loop`` it raises nothing, which would cost as much as a small call.
+Unlike ``asyncio.get_running_loop`` it raises no error, which would cost as much as a small call.
 """
 
 
 def private_apis() -> dict[str, bool]:
-    """Which undocumented APIs of asyncio are in use."""
+    """Return which undocumented APIs of asyncio are in use."""
     return {
         "enter_task": ENTERS_TASKS,
         "running_loop": running_loop is not find_running_loop,
@@ -68,10 +69,10 @@ def private_apis() -> dict[str, bool]:
 
 
 def mark_awaited(future: Any, *, is_awaited: bool) -> None:
-    """Set the mark that a coroutine leaves on the future it awaits, and that its task takes away."""
+    """Set the flag that a coroutine sets on the future it awaits, and that its task clears."""
     future._asyncio_future_blocking = is_awaited
 
 
 def awaited_by(task: asyncio.Task[Any]) -> object:
-    """What a task waits for, None if that cannot be told."""
+    """Return the future that a task waits for, None if there is none or it is unknown."""
     return getattr(task, "_fut_waiter", None)

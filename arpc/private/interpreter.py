@@ -1,6 +1,6 @@
-"""What CPython and its library have under private names only, or under names that look so.
+"""Parts of CPython and its library that have private names only, or names that look private.
 
-There is nothing public to fall back on: the frames are documented, the rest is as old as Python 3.8.
+They have no public fallback: those for frames are documented, the others are as old as Python 3.8.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ PythonUnpickler: Final[Any] = pickle._Unpickler
 """The reader of pickles that is written in Python, with one method for each opcode."""
 
 caller_frame: Final = sys._getframe
-"""The frame so many calls up: documented, and the only way to know a caller that costs nothing."""
+"""Returns the frame that many calls up. It is documented, and the only way to identify a caller that costs nothing."""
 
 frames_of_threads: Final = sys._current_frames
-"""The innermost frame of each thread, by its ident: documented."""
+"""Returns the innermost frame of each thread, by the thread's ident. It is documented."""
 
 run_module_as_main: Final[Any] = runpy._run_module_as_main  # type: ignore[attr-defined]
 """Runs a module as ``python -m`` does, which calls this itself."""

@@ -1,4 +1,4 @@
-"""The switch that turns all undocumented APIs off."""
+"""The switch that turns off all undocumented APIs that have a fallback."""
 
 from __future__ import annotations
 
@@ -8,4 +8,4 @@ from typing import Final
 __all__ = ["PUBLIC_ONLY"]
 
 PUBLIC_ONLY: Final = os.environ.get("ARPC_PUBLIC_APIS", "") not in {"", "0"}
-"""``ARPC_PUBLIC_APIS`` is set: only documented APIs of torch and asyncio are used."""
+"""Whether ``ARPC_PUBLIC_APIS`` is set, and not to 0: only documented APIs of torch and asyncio are used then."""

@@ -1,8 +1,8 @@
 """Undocumented APIs of torch.
 
 Those that make calls fast are probed at import and have a fallback that uses documented APIs only;
-``ARPC_PUBLIC_APIS=1`` in the environment turns them off, and `private_apis` says which are on. The others are questions
-that torch answers under a private name alone: these stand at the end, and are looked up when they are asked.
+``ARPC_PUBLIC_APIS=1`` in the environment turns them off, and `private_apis` reports which are on. The others have no
+public equivalent: they are at the end of the module, and most are looked up when they are called.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ __all__ = [
 
 
 def private_apis() -> dict[str, bool]:
-    """Which undocumented APIs of torch are in use."""
+    """Return which undocumented APIs of torch are in use."""
     return {"TensorGuards": _uses_guards}
 
 
@@ -57,11 +57,12 @@ def fits_nothing(*_: Any) -> bool:
 
 
 def fits_like(examples: Sequence[Tensor]) -> Callable[..., bool]:
-    """A function that tells, in one call, whether tensors look like the examples.
+    """Return a function that checks, in one call, whether tensors look like the examples.
 
     It compares class, device, dtype, shape, strides, ``requires_grad`` and the lazy conjugate and negative bits, and
-    that no tensor is there twice, as torch's compiler does before it runs compiled code. False proves nothing: another
-    mode of torch may be active, or `TensorGuards` may be off. The examples must be strided. They are not kept alive.
+    checks that no tensor occurs twice, as torch's compiler does before it runs compiled code. False proves nothing:
+    another mode of torch may be active, or `TensorGuards` may be off. The examples must be strided. They are not kept
+    alive.
 
     The function must not be called with nested tensors: torch would abort the process.
     """
@@ -77,7 +78,7 @@ def _guard(examples: Sequence[Tensor]) -> Callable[..., bool]:
 
 
 def _guards_are_reliable() -> bool:
-    """Whether `TensorGuards` tells apart what must be told apart, in this version of torch."""
+    """Whether `TensorGuards` of this version of torch recognizes all differences that matter here."""
     plain, other = torch.ones(2, 2), torch.ones(2, 2)
     try:
         fits, fits_both = _guard([plain]), _guard([plain, plain.double().requires_grad_()])
@@ -104,58 +105,58 @@ def _guards_are_reliable() -> bool:
         complex_ = plain.to(torch.complex64)
         others.append(_guard([complex_])(complex_.conj()))
         return fits(other) and fits_both(other, requiring.double().detach().requires_grad_()) and not any(others)
-    except Exception:  # noqa: BLE001 - any error means that this version is not the one that is expected
+    except Exception:  # noqa: BLE001 - any error means that this version of torch is not as expected
         return False
 
 
 _uses_guards: Final = not PUBLIC_ONLY and _guards_are_reliable()
 
 
-# -- without a public way
+# -- without a public equivalent
 
 
 def make_subclass(cls: type[Tensor], data: Tensor, requires_grad: bool) -> Tensor:
-    """A tensor of a subclass over the memory of another one, as `Parameter` makes itself."""
+    """Return a tensor of a subclass over the memory of another tensor, as `Parameter` makes its instances."""
     return Tensor._make_subclass(cls, data, requires_grad)
 
 
 def without_torch_dispatch() -> AbstractContextManager[object]:
-    """Where operators take a tensor of a class with ``__torch_dispatch__`` for what it is in memory."""
+    """Return a context in which operators ignore ``__torch_dispatch__`` and take tensors as they are in memory."""
     made: AbstractContextManager[object] = torch._C._DisableTorchDispatch()
     return made
 
 
 def is_zero_tensor(tensor: Tensor) -> bool:
-    """Whether these are zeros that autograd did not give any memory."""
+    """Whether a tensor is one of autograd's zeros, which have no memory."""
     return tensor._is_zerotensor()
 
 
 def rebuild_nested() -> Any:
-    """The function by which a saved nested tensor is made."""
+    """Return the function that makes a saved nested tensor."""
     return torch._utils._rebuild_nested_tensor
 
 
 def nested_places(tensor: Tensor) -> tuple[list[Any], list[Any], list[Any]]:
-    """Shapes, strides and storage offsets of the parts of a nested tensor."""
+    """Return shapes, strides and storage offsets of the parts of a nested tensor."""
     sizes, strides = tensor._nested_tensor_size(), tensor._nested_tensor_strides()
     return sizes.tolist(), strides.tolist(), tensor._nested_tensor_storage_offsets().tolist()
 
 
 def operator_named(name: str) -> Callable[..., Any] | None:
-    """The operator that TorchScript has under a name such as ``aten::add``, with all its overloads."""
+    """Return TorchScript's operator of a name such as ``aten::add``, with all its overloads; None if there is none."""
     call, _ = torch._C._jit_get_operation(name)
     found: Callable[..., Any] | None = call
     return found
 
 
 def packet_name(packet: Any) -> str:
-    """The name under which ``torch.ops`` has a packet of operators."""
+    """Return the name that a packet of operators has in ``torch.ops``."""
     name: str = packet._qualified_op_name
     return name
 
 
 def overload_name(overload: Any) -> str:
-    """The name of an operator in its packet."""
+    """Return the name of an operator in its packet."""
     name: str = overload._overloadname
     return name
 
@@ -166,20 +167,20 @@ def is_mutable(overload: Any) -> bool:
 
 
 def dynamic_setting(context: Any) -> bool | None:
-    """The argument ``dynamic`` of `torch.compile`, of what that made."""
+    """Return the argument ``dynamic`` of the call of `torch.compile` that made a context."""
     setting: bool | None = context._dynamic
     return setting
 
 
 def compiled_unit() -> Any:
-    """Where TorchScript keeps what this process has compiled."""
+    """Return the object in which TorchScript keeps all code that this process has compiled."""
     from torch.jit import _state  # some builds of torch have no torch.jit
 
     return _state._python_cu
 
 
 is_profiled: Final[Callable[[], bool]] = torch._C._autograd._profiler_enabled
-"""Whether a profiler of torch runs in this thread."""
+"""Returns whether a profiler of torch runs in this thread."""
 
 
 def build_event_tree(events: Any) -> None:
@@ -188,14 +189,14 @@ def build_event_tree(events: Any) -> None:
 
 
 def create_store(options: Any, rank: int) -> Any:
-    """The store of an ``init_method`` for a group whose size is not known, as torch's own ``init_rpc`` opens it."""
+    """Open the store of an ``init_method`` for a group whose size is not known, as torch's own ``init_rpc`` does."""
     return torch.distributed._create_store_from_options(options, rank)  # type: ignore[no-untyped-call, attr-defined]
 
 
-# -- autograd, likewise without a public way: `arpc.autograd.engine.pausing` tries on a small graph whether it works
+# -- autograd, also without a public equivalent: `arpc.autograd.engine.pausing` tests on a small graph whether it works
 
 run_backward: Final[Callable[..., Any]] = torch.autograd.Variable._execution_engine.run_backward
-"""What ``torch.autograd.grad`` and ``backward`` call."""
+"""The function of the engine that ``torch.autograd.grad`` and ``backward`` call."""
 
 DelayedError: Final[Any] = torch._C._functions.DelayedError
 """Makes nodes of a graph that raise an error when they are run backwards."""
@@ -216,6 +217,6 @@ def set_sequence_number(node: Any, number: int) -> None:
 
 
 def current_engine_run() -> int:
-    """The number of the engine's run that this thread is in, -1 outside of any."""
+    """Return the number of the engine's run that this thread is in, -1 outside of any run."""
     run: int = torch._C._current_graph_task_id()
     return run

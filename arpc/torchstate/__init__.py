@@ -1,14 +1,15 @@
 """Torch's thread-local state, kept per coroutine instead of per thread.
 
 Grad mode, inference mode, autocast, function and dispatch modes (``torch.device`` is one) and saved-tensor hooks
-belong to the thread. Many coroutines share one thread, so ``with torch.no_grad(): await x`` reaches whatever the event
-loop runs next, and two such blocks that overlap leave grad mode off for good. Here each coroutine gets its own state:
+belong to the thread. Many coroutines share one thread, so ``with torch.no_grad(): await x`` affects all code that the
+loop runs meanwhile, and two such blocks that overlap leave grad mode off for good. Here each coroutine gets its own
+state:
 
 - :mod:`~arpc.torchstate.state`: read, take away and put back a thread's state;
 - :mod:`~arpc.torchstate.isolated`: :class:`Isolated`, a coroutine whose every step runs in its own state;
 - :mod:`~arpc.torchstate.tasks`: the asyncio task factory that isolates every task of a loop;
-- :mod:`~arpc.torchstate.steps`: something around each step of a coroutine, its tasks and its threads;
-- :mod:`~arpc.torchstate.threads`: carry state into a worker thread, and leave nothing behind in one;
+- :mod:`~arpc.torchstate.steps`: hooks around each step of a coroutine, its tasks and its threads;
+- :mod:`~arpc.torchstate.threads`: use a state in a worker thread, and leave the thread clean;
 - :mod:`~arpc.torchstate.scopes`: ``no_grad()`` and its siblings, for ``with``, ``async with`` and as decorators.
 """
 

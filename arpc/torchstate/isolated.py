@@ -40,9 +40,9 @@ def isolating_driver(func: F) -> F:
 
 
 class Wrapper(Coroutine[Any, Any, T]):
-    """What all coroutines around another have in common that do something around each of its steps.
+    """The base of coroutines that wrap another one and do something around each of its steps.
 
-    Names, frames and the rest that debuggers and ``repr(task)`` read are those of the one inside.
+    Names, frames and other attributes that debuggers and ``repr(task)`` read are those of the wrapped coroutine.
     """
 
     __slots__ = ()
@@ -52,7 +52,7 @@ class Wrapper(Coroutine[Any, Any, T]):
 
     @abstractmethod
     def _step(self, resume: Callable[..., Any], *args: Any) -> Any:
-        """Resume the coroutine inside, in a way of its own. No frame may keep the arguments when it has ended."""
+        """Resume the wrapped coroutine. Subclasses must clear the arguments from their frames when a step has ended."""
 
     def send(self, value: Any) -> Any:
         return self._step(self._send, value)
@@ -61,14 +61,14 @@ class Wrapper(Coroutine[Any, Any, T]):
         try:
             return self._step(self._coro.throw, *exception)
         finally:
-            # It has this frame in its traceback if it comes out again, and is known to what this object waited for
+            # If the exception comes out again, this frame is in its traceback, and the awaited future may refer to it
             del self, exception
 
     def close(self) -> None:
         self._step(self._coro.close)
 
     def __await__(self) -> Any:
-        # Not a generator of ours: tools that follow cr_await must find the user's coroutine behind this object.
+        # Not another generator: tools that follow cr_await must find the user's coroutine behind this object.
         return self
 
     def __getattr__(self, name: str) -> Any:
@@ -93,8 +93,8 @@ class _Swapping(Wrapper[T]):
         return self._state
 
     def __del__(self) -> None:
-        # A coroutine that is dropped while it waits leaves its blocks now, so it needs its state. One that never
-        # started is left alone: the interpreter warns that nobody awaited it.
+        # A coroutine that is dropped while it is suspended leaves its blocks now, so it needs its state. One that never
+        # started is left alone: the interpreter warns that it was never awaited.
         if getattr(self, "cr_suspended", False):
             self.close()
 
@@ -113,10 +113,10 @@ class _Swapping(Wrapper[T]):
 class Isolated(_Swapping[T]):
     """A coroutine around ``coro`` that swaps torch's thread-local state at every step.
 
-    Before a step, what is on the thread (the base) is set aside and the coroutine's own state is put in place; after
-    it, the coroutine's state is kept for the next step and the base comes back. So a ``with torch.no_grad():`` of the
-    coroutine stays in force across its awaits and reaches nothing else, whoever runs next and on whatever thread.
-    What the coroutine leaves behind when it ends, ends with it.
+    Before a step, the thread's state (the base) is set aside and the coroutine's own state is put in place; after it,
+    the coroutine's state is kept for the next step and the base is restored. So a ``with torch.no_grad():`` of the
+    coroutine stays in force across its awaits and affects no other code, on whatever thread it resumes. State that the
+    coroutine leaves behind when it ends is dropped.
     """
 
     __slots__ = ("__weakref__", "_coro", "_send", "_state")
@@ -128,8 +128,8 @@ class Isolated(_Swapping[T]):
 
     @isolating_driver
     def __next__(self) -> Any:
-        # How asyncio's tasks and `await` resume whatever has it. Nearly always there is nothing to swap: then two tests
-        # are the whole cost.
+        # Asyncio's tasks and `await` resume objects by this method. Nearly always there is nothing to swap: then two
+        # tests are the whole cost.
         if self._state is DEFAULTS and is_pristine():
             try:
                 return self._send(None)
@@ -140,7 +140,7 @@ class Isolated(_Swapping[T]):
 
 
 class _Kept:
-    """Where a `Rooted` and its steps keep the state: one of the two may not refer to the other."""
+    """Holds the state for a `Rooted` and its steps. These must not refer to the `Rooted`, which refers to them."""
 
     __slots__ = ("state",)
 
@@ -150,12 +150,12 @@ class _Kept:
 
 @isolating_driver
 def _steps(kept: _Kept, send: Callable[[Any], Any]) -> Generator[Any, None, Any]:
-    """The steps of a coroutine on a thread that is pristine between them. What is thrown goes another way."""
+    """Run the steps of a coroutine on a thread that is pristine between them. Exceptions are thrown in another way."""
     while True:
         try:
             if kept.state is DEFAULTS:
                 waits_for = send(None)
-                # `is_pristine`, written out
+                # `is_pristine`, inlined
                 if (
                     not is_grad_enabled()
                     or is_inference_mode_enabled()
@@ -176,7 +176,7 @@ def _steps(kept: _Kept, send: Callable[[Any], Any]) -> Generator[Any, None, Any]
             kept.state = save_and_reset()
             raise
         yield waits_for
-        del waits_for  # whose error has this frame in its traceback if it ends the coroutine
+        del waits_for  # its error has this frame in its traceback if it ends the coroutine
 
 
 def _is_dropped(_waits_for: Any) -> bool:
@@ -187,10 +187,10 @@ class Rooted(dropwhile, _Swapping[T]):  # type: ignore[type-arg]
     """A task's coroutine that keeps its torch state, on a loop whose thread is pristine between steps (`arpc.run`).
 
     Nothing needs to be set aside before a step then, so there is half as much to test. Not for tasks that start
-    eagerly: their first step is in the middle of another one.
+    eagerly: their first step is in the middle of another task's step.
 
-    To a task it is an iterator that drops nothing, because that is one of those which C makes: each step goes straight
-    to the generator behind it, where a ``__next__`` of Python would be looked up and called.
+    To a task it is a `dropwhile` that drops nothing, because that iterator is written in C: each step goes straight to
+    the generator behind it, without the lookup and the call of a ``__next__`` in Python.
     """
 
     __slots__ = ("__weakref__", "_coro", "_generator", "_kept", "_send")
@@ -215,8 +215,8 @@ class Rooted(dropwhile, _Swapping[T]):  # type: ignore[type-arg]
         try:
             return super().throw(*exception)
         finally:
-            # What is thrown passes the generator by, which still has the future that the coroutine waited for: if that
-            # was the last step, the error of the future, and all frames it has passed, would live as long as the task.
+            # A thrown exception bypasses the generator, which still has the future that the coroutine waited for: if
+            # this was the last step, the future's error, with all frames it passed, would live as long as the task.
             if self.cr_frame is None:
                 self._generator.close()
             del self, exception  # as in `_Swapping.throw`
@@ -231,7 +231,7 @@ class Rooted(dropwhile, _Swapping[T]):  # type: ignore[type-arg]
 
     def __await__(self) -> Any:
         if self.cr_frame is None:
-            self._send(None)  # which raises: it has ended
+            self._send(None)  # raises, because the coroutine has ended
         return self
 
 
@@ -241,10 +241,10 @@ Isolated.register(Rooted)
 def isolate(coro: Coroutine[Any, Any, T], *, inherit: bool = False) -> Isolated[T]:
     """Give ``coro`` a torch state of its own; an :class:`Isolated` is returned as it is.
 
-    ``inherit=False`` starts from torch's defaults: right for a handler, since whatever surrounds its creation is the
-    runtime's business. ``inherit=True`` starts from a copy of the state around this call, as a task copies the context
-    variables of its creator: right for tasks, where ``with torch.no_grad(): group.create_task(evaluate())`` must mean
-    what it says. It is a copy: neither sees what the other changes later.
+    ``inherit=False`` starts from torch's defaults: right for a handler, since the state around its creation is that of
+    the runtime. ``inherit=True`` starts from a copy of the state around this call, as a task copies the context
+    variables of its creator: right for tasks, so that ``with torch.no_grad(): group.create_task(evaluate())``
+    evaluates without gradients. It is a copy: later changes on one side do not affect the other.
     """
     if isinstance(coro, Isolated):
         return coro
@@ -254,7 +254,7 @@ def isolate(coro: Coroutine[Any, Any, T], *, inherit: bool = False) -> Isolated[
 def is_isolated() -> bool:
     """Tell whether the running coroutine keeps its torch state to itself when it awaits.
 
-    Found by looking at who drives whom on the stack, so that it costs nothing until somebody asks.
+    It looks for drivers among the frames on the stack, so isolation costs nothing more as long as this is not called.
     """
     try:
         task = asyncio.current_task()

@@ -2,10 +2,10 @@
 
 As a decorator of an ``async def`` (or an async generator) a scope isolates each call, which is exact in any task.
 
-As a ``with`` or ``async with`` block a scope relies on whoever drives the coroutine to swap torch's state: the runtime
-does so for handlers, the task factory for tasks. In a task that nobody isolates the block is still right as long as
+As a ``with`` or ``async with`` block a scope relies on the driver of the coroutine to swap torch's state: the runtime
+does so for handlers, the task factory for tasks. In a task that is not isolated the block is still right as long as
 nothing in it awaits. If something does, the task is interrupted at that very await, as :func:`asyncio.timeout` would,
-and the block raises :class:`TorchStateError`. In code that no task runs a block is just torch's own.
+and the block raises :class:`TorchStateError`. In code outside of any task, a block is the same as torch's own.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class GradScope:
             return cast("F", coroutine_function)
         if inspect.isasyncgenfunction(func):
             return cast("F", self._decorate_async_generator(func))
-        # Torch's own decorators do the rest well, generators included: no await is possible in between.
+        # Torch's own decorators are right for all others, generators included: these cannot await in between.
         return cast("F", self._open_block()(func))  # type: ignore[operator]
 
     def _capture_inside(self) -> SavedState:
@@ -108,7 +108,7 @@ class GradScope:
                         sent = yield item
                     except GeneratorExit:
                         raise
-                    except BaseException as exc:  # noqa: BLE001 - thrown in by the consumer, so meant for it
+                    except BaseException as exc:  # noqa: BLE001 - thrown in by the consumer, so meant for the generator
                         resume = generator.athrow(exc)
                     else:
                         resume = generator.asend(sent)
@@ -158,10 +158,10 @@ def inference_mode(mode: bool | F = True) -> GradScope | F:
 
 
 class _LeakWatch:
-    """Notices an ``await`` inside a scope of a task whose torch state nobody swaps.
+    """Detects an ``await`` inside a scope, in a task whose torch state is not swapped at its steps.
 
-    A callback is queued when the scope is entered and dropped when it is left. The loop runs callbacks in order: if it
-    runs this one, the task is suspended inside the scope, and its next step can only be queued behind.
+    A callback is scheduled when the scope is entered and cancelled when it is left. The loop runs callbacks in order:
+    if it runs this one, the task is suspended inside the scope, and its next step can only be scheduled later.
     """
 
     __slots__ = ("_base", "_cancel_requests", "_handle", "_leaked", "_name", "_task")
@@ -205,7 +205,7 @@ def _watch_current_task(name: str) -> _LeakWatch | None:
         task = asyncio.current_task()
     except RuntimeError:
         return None
-    # Of nested scopes the outermost watches: only it knows the state that the thread must return to.
+    # Of nested scopes the outermost watches: only it has the state that the thread must return to.
     if task is None or task in _watched_tasks or is_isolated():
         return None
     return _LeakWatch(name, task)

@@ -1,12 +1,12 @@
 """A thread's torch state as a plain value: test it, take it away, put it back.
 
-Covered is what a ``with`` block of torch's public API changes on the calling thread: grad mode, inference mode,
+It covers the state that ``with`` blocks of torch's public API change on the calling thread: grad mode, inference mode,
 autocast (every device type, its dtype, the cache flag, the nesting depth), the stack of torch function modes with the
-default device, the stack of dispatch modes, and the stack of saved-tensor hooks (from torch 2.8 on; older ones cannot
-read it). Not covered: what torch keeps per process (anomaly mode, default dtype, thread counts), the profiler, the
+default device, the stack of dispatch modes, and the stack of saved-tensor hooks (from torch 2.8 on; older versions
+cannot read it). Not covered: torch's state per process (anomaly mode, default dtype, thread counts), the profiler, the
 current CUDA device and stream, and autocast switched by torch's bare setters outside of any ``torch.autocast`` block.
 
-A :class:`SavedState` holds no guard object of torch, only values: put it back on any thread, many times or never.
+A :class:`SavedState` holds no guard object of torch, only values: restore it on any thread, any number of times.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from typing import Any, NamedTuple, TypeAlias
 
 import torch
 
-# By name and not through the module: these run at every step of every coroutine, and looking each up would cost as much
-# as the call. Torch has no public twins of those with an underscore; its own Python half is built on them.
+# Imported by name: these run at every step of every coroutine, and a lookup in the module would cost as much as the
+# call. Torch has no public equivalents of those with an underscore; its own Python code is built on them.
 from torch._C import (
     _autograd,
     _InferenceMode,
@@ -51,7 +51,7 @@ top_saved_hooks: Callable[[bool], _HookPair | None] = getattr(
     _autograd, "_top_saved_tensors_default_hooks", _unreadable_hooks
 )
 
-# Where torch.set_default_device() remembers the mode that it pushed on this thread's stack of function modes.
+# The place where torch.set_default_device() keeps the mode that it pushed on this thread's stack of function modes.
 _default_device_slot: threading.local = getattr(torch, "_GLOBAL_DEVICE_CONTEXT", threading.local())
 
 
@@ -60,7 +60,7 @@ def _autocast_device_types() -> tuple[str, ...]:
     return tuple(supported()) if supported is not None else ("cpu", "cuda", "xpu", "mps")
 
 
-# The dtypes of the importing thread stand for torch's defaults.
+# The dtypes of the importing thread count as torch's defaults.
 _AUTOCAST_DTYPES = {device_type: torch.get_autocast_dtype(device_type) for device_type in _autocast_device_types()}
 
 
@@ -102,7 +102,7 @@ def is_pristine() -> bool:
 
 
 def save_and_reset() -> SavedState:
-    """Take this thread's state away, so that it is pristine, and return what was there."""
+    """Reset this thread's state, so that it is pristine, and return the previous state."""
     # Function modes go first: torch would call them for the setters used below.
     function_modes: tuple[Any, ...] = ()
     default_device = None
@@ -133,7 +133,7 @@ def restore(state: SavedState) -> None:
     """Put ``state`` in place on this thread, which must be pristine."""
     if state is DEFAULTS:
         return
-    if state is _GRAD_DISABLED:  # by far the most common, so it takes the short way
+    if state is _GRAD_DISABLED:  # a short cut for by far the most common state
         set_grad_enabled(False)
         return
     if state.inference:
@@ -164,9 +164,9 @@ def capture() -> SavedState:
 def _switch_inference_mode(enabled: bool) -> None:
     """Switch inference mode and leave no guard alive that could switch it back when it is freed.
 
-    Torch offers a guard only: entering remembers the thread's state and sets a new one, leaving puts back what it
-    remembers. So the inner guard remembers the wanted state, and left last it has the last word. The guard of a
-    suspended coroutine's own block is not involved: when the coroutine leaves that block, it still finds its own past.
+    Torch offers only a guard: entering it saves the thread's state and sets a new one, leaving it restores the saved
+    state. Here the inner guard saves the wanted state, and is left last, so that state stays. The guard of a suspended
+    coroutine's own block is not involved: when the coroutine leaves that block, it restores the state from before it.
     """
     outer: Any = _InferenceMode(enabled)
     outer.__enter__()

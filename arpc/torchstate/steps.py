@@ -1,8 +1,8 @@
-"""Something around each step of a piece of work, wherever its steps run.
+"""Hooks around each step of a piece of work, wherever its steps run.
 
-A profiler of torch belongs to a thread, and the steps of many coroutines take turns on one. So it is switched on before
-each step of the work that it is for and off after it: in the work's own coroutine, in the tasks that it starts and in
-the threads that it sends functions to.
+A profiler of torch belongs to a thread, and the steps of many coroutines take turns on one thread. So the profiler is
+switched on before each step of the work that it is for and off after it: in the work's own coroutine, in the tasks that
+it starts and in the threads that it sends functions to.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ T = TypeVar("T")
 
 
 class Steps(Protocol):
-    """What happens around each step. Two steps of the same work may run at once, in different threads."""
+    """The hooks around each step. Two steps of the same work may run at once, in different threads."""
 
     def enter(self) -> Any:
-        """A step begins on this thread. Must not raise."""
+        """Called when a step begins on this thread. Must not raise."""
 
     def leave(self, entered: Any) -> None:
-        """It has ended, on the same thread; ``entered`` is what `enter` returned. Must not raise."""
+        """Called when the step has ended, on the same thread; ``entered`` is what `enter` returned. Must not raise."""
 
 
 current_steps: ContextVar[Steps | None] = ContextVar("arpc.steps", default=None)
-"""What belongs around the steps of the current work. Tasks that it creates, and `to_thread`, go by it."""
+"""The hooks around the steps of the current work. Tasks that it creates, and `to_thread`, use them, too."""
 
 
 class AllSteps:
-    """Several in one: the first is the outermost."""
+    """Several `Steps` as one: the first is the outermost."""
 
     def __init__(self, parts: Sequence[Steps]) -> None:
         self._parts = tuple(parts)
@@ -59,7 +59,7 @@ def call_stepped(steps: Steps, function: Callable[P, T], /, *args: P.args, **kwa
 
 
 class Stepped(Wrapper[T]):
-    """A coroutine around another, each of whose steps is one of ``steps``."""
+    """A coroutine that wraps another one and calls the hooks ``steps`` around each of its steps."""
 
     __slots__ = ("__weakref__", "_coro", "_send", "_steps")
 
@@ -79,7 +79,7 @@ class Stepped(Wrapper[T]):
 
 
 def step_result(steps: Steps, result: Any) -> Any:
-    """What a function returned: if it goes on running on the loop, in the same steps."""
+    """Return the result of a function; a coroutine or an async generator is wrapped so that it runs in ``steps``."""
     if inspect.isasyncgen(result):
         return _stepped_async_generator(result, steps)
     if isinstance(result, Coroutine):

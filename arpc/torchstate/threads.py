@@ -1,4 +1,4 @@
-"""Torch's state and worker threads: carry it in, leave nothing behind."""
+"""Torch's state in worker threads: use a given state there, and leave the thread clean."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def call_isolated(func: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) ->
 
 
 def run_with(state: SavedState, func: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """Call ``func`` with ``state`` in place on this thread; afterwards the thread is as it was."""
+    """Call ``func`` with ``state`` in place on this thread, and restore the thread's own state afterwards."""
     base = save_and_reset()
     restore(state)
     try:
@@ -38,7 +38,7 @@ def run_with(state: SavedState, func: Callable[P, T], /, *args: P.args, **kwargs
 
 
 async def to_thread(func: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-    """Like :func:`asyncio.to_thread`, but ``func`` finds the caller's torch state there too, not only its context."""
+    """Like :func:`asyncio.to_thread`, but ``func`` runs in the caller's torch state too, not only in its context."""
     context = contextvars.copy_context()
     if (steps := current_steps.get()) is not None:
         func = functools.partial(call_stepped, steps, func)

@@ -9,14 +9,14 @@
     | small tensors | n_buffers sizes of 8 bytes | metadata | pickle [| table | size]    |  body, `length` bytes
     +-----------------------------------------------------------------------------------+
 
-``schema`` is the number under which the sender has announced, in a SCHEMA message, how the tensors of this message
-are laid out (see `wire.values.schemas`); 0 if there are none. A layout that is not worth announcing is in the message
-itself: the number is `ONE_OFF` then, and the body ends with the table and its size, in 4 bytes. Small tensors are the
-first bytes of the body, aligned, and are used where they lie. ``metadata`` is msgpack, see `wire.metadata`.
+``schema`` is the number of the layout of this message's tensors, which the sender has announced in a SCHEMA message
+(see `wire.values.schemas`); 0 if there are no tensors. A layout that is not worth announcing is in the message itself:
+then the number is `ONE_OFF`, and the body ends with the table and its size, in 4 bytes. Small tensors are the first
+bytes of the body, aligned, and are used in place. ``metadata`` is msgpack, see `wire.metadata`.
 
-Large tensors are not in the frame. Their sizes are, and their bytes follow in ``DATA`` frames of at most `CHUNK_BYTES`,
-so that a small message never waits for more than one chunk of a large one. The n-th frame of a direction that has
-buffers, counted from 0, owns the ``DATA`` frames whose ``id`` is n.
+Of large tensors (buffers), the frame has only the sizes. Their bytes follow in ``DATA`` frames of at most
+`CHUNK_BYTES`, so that a small message never waits for more than one chunk of a large one. Each direction counts its
+frames with buffers from 0; the ``DATA`` frames of the n-th have the ``id`` n.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ MAX_BODY_BYTES: Final = (1 << 32) - 1
 MAX_BUFFERS: Final = (1 << 16) - 1
 MAX_TIMEOUT_MS: Final = (1 << 32) - 1
 ONE_OFF: Final = (1 << 32) - 1
-"""In the place of a schema's number: the body ends with its table."""
+"""Stands in for a schema's number if the body ends with the table itself."""
 _SIZE: Final = Struct("<I")
 
 pack_header = HEADER.pack
@@ -75,20 +75,20 @@ class Header(NamedTuple):
 
 
 class Limits(NamedTuple):
-    """What is accepted from a peer."""
+    """The largest sizes that are accepted from a peer."""
 
     body_bytes: int
-    """The body of one frame."""
+    """The size of one frame's body."""
     message_bytes: int
-    """All the large tensors of one message together."""
+    """The total size of the large tensors of one message."""
     header_bytes: int = 1 << 25
-    """The sizes of large tensors and the metadata of one message: many objects are made of few bytes."""
+    """The size of the metadata of one message: a few bytes of them make many objects."""
 
 
 def buffer_sizes_of(
     body: bytes | bytearray | memoryview, start: int, n_buffers: int, limits: Limits
 ) -> tuple[int, ...]:
-    """The sizes of the large tensors that follow a frame. Raises `ProtocolError` if they cannot be."""
+    """Return the sizes of the large tensors that follow a frame. Raises `ProtocolError` if they are out of bounds."""
     sizes = struct.unpack_from(f"<{n_buffers}Q", body, start)
     total = sum(sizes)
     if total > limits.message_bytes:
@@ -110,11 +110,11 @@ def frame(
     inline: Sequence[bytes] = (),
     buffer_sizes: Sequence[int] = (),
 ) -> bytes:
-    """One frame. ``inline`` are the small tensors; what belongs to ``buffer_sizes`` follows in DATA frames.
+    """Return one frame. ``inline`` are the small tensors; the bytes for ``buffer_sizes`` follow in DATA frames.
 
     ``schema`` is the number under which the layout of the tensors was announced, or the table itself.
 
-    Raises `SerializationError` if it would be larger than a frame can be.
+    Raises `SerializationError` if the frame would be too large.
     """
     table = b""
     if isinstance(schema, bytes):
@@ -138,7 +138,7 @@ def frame(
 
 
 def split_table(body: bytearray | memoryview) -> tuple[bytes, int]:
-    """The table that a body ends with, and where it begins. Raises `ProtocolError`."""
+    """Return the table at the end of a body, and where it begins. Raises `ProtocolError` if it does not fit."""
     end = len(body) - _SIZE.size
     if end < 0 or (size := _SIZE.unpack_from(body, end)[0]) > end:
         raise ProtocolError("a message whose layout of tensors is longer than the message")

@@ -1,4 +1,4 @@
-"""How a connection begins: who is there, which version is spoken, and proof that both belong to the group.
+"""The start of a connection: both sides identify, agree on a version, and prove that they belong to the group.
 
 ::
 
@@ -10,10 +10,10 @@
         either: REFUSE with a reason, instead of its next message
 
 A proof is an HMAC-SHA256 under the cluster secret over both identities, both nonces, the versions and the role of the
-prover. So it cannot be replayed (nonces), reflected (role), moved to another worker (identity) or used to talk both
-sides down to an older version. What is proven are the very bytes that were said, so that a field which one side does
-not know counts too. Without a secret proofs are empty. Where the connection itself is authentic, because of TLS, the
-name that a side gives must be one that its certificate is for.
+prover. So it cannot be replayed (nonces), reflected (role), moved to another worker (identity) or used to downgrade
+both sides to an older version. It covers the identities byte for byte as they were sent, and so also fields that the
+other side does not know. Without a secret, proofs are empty. On a connection with TLS, the name in an identity must be
+one that the sender's certificate is for.
 
 Nothing is unpickled here: bodies are msgpack of a known shape and a limited size.
 """
@@ -38,7 +38,7 @@ __all__ = ["MAX_HANDSHAKE_BYTES", "OLDEST_VERSION", "PROTOCOL_VERSION", "Handsha
 PROTOCOL_VERSION: Final = 2
 """The version of the wire format. 1 (arpc 0.1.0): tables of tensors in every message, payloads of several kinds."""
 OLDEST_VERSION: Final = 2
-"""The oldest version that is still spoken. The messages of the handshake itself are the same in all versions."""
+"""The oldest version that is still supported. The messages of the handshake itself are the same in all versions."""
 MAX_HANDSHAKE_BYTES: Final = 4096
 _MAX_IDENTITY_BYTES: Final = 2048
 _MAX_REASON_BYTES: Final = 1024
@@ -50,25 +50,25 @@ _T = TypeVar("_T")
 
 
 class Role(Enum):
-    """Which end of a connection a worker is. The names are part of what is proven."""
+    """The end of a connection that a worker is on. The names are part of the proofs."""
 
     CONNECTOR = auto()
     ACCEPTOR = auto()
 
 
 class Identity(msgspec.Struct, frozen=True):
-    """Who a worker says it is. ``incarnation`` tells a restarted worker from the one that had its name before."""
+    """The identity that a worker sends. ``incarnation`` tells a restarted worker from its predecessor of that name."""
 
     name: str
     id: Annotated[int, Meta(ge=0, lt=1 << 16)]
     incarnation: int
     main: str = ""
-    """A hash of the script it runs: equal ones share the functions of ``__main__``."""
+    """A hash of the worker's script: workers with equal hashes share the functions of ``__main__``."""
     features: tuple[str, ...] = ()
 
 
-class Refused(HandshakeError):  # noqa: N818 - what happened, on either side
-    """A connection that was refused, with the reason that travels."""
+class Refused(HandshakeError):  # noqa: N818 - names the event, on either side
+    """A connection that was refused, with the reason that is sent to the other side."""
 
     def __init__(self, kind: Refusal, reason: str) -> None:
         super().__init__(reason)
@@ -101,7 +101,7 @@ class _State(Enum):
 class Handshake:
     """One side of the handshake. `start` and `receive` return bytes to send.
 
-    ``admit`` is asked about a peer that has proven itself, and raises `Refused` if it may not come in.
+    ``admit`` is called with the identity of a peer whose proof is valid, and raises `Refused` to reject it.
     """
 
     def __init__(
@@ -123,7 +123,7 @@ class Handshake:
         self._my_nonce = secrets.token_bytes(_NONCE_BYTES)
         self._secret = secret
         self._admit = admit
-        # what the peer said of itself: not to be believed before it is proven
+        # sent by the peer: untrusted until its proof is verified
         self._claimed: Identity | None = None
         self._their_bytes = b""
         self._their_nonce = b""
@@ -138,15 +138,15 @@ class Handshake:
 
     @property
     def peer(self) -> Identity | None:
-        """Who is on the other side; None before the end of the handshake."""
+        """The identity of the peer; None before the end of the handshake."""
         return self._claimed if self._state is _State.DONE else None
 
     def certify(self, names: Container[str]) -> None:
-        """The peer has shown a certificate for these names: it must have one of them."""
+        """Record the names in the peer's certificate: the peer must identify itself by one of them."""
         self._certified = names
 
     def start(self) -> bytes:
-        """What the connector says first."""
+        """Return the connector's first message. Raises `ProtocolError` if it was sent, or if this is the acceptor."""
         if self._state is not _State.START:
             raise ProtocolError(f"a handshake that is at {self._state.name} cannot start")
         self._state = _State.AWAIT_CHALLENGE
@@ -154,11 +154,11 @@ class Handshake:
         return _frame(MessageType.HELLO, body, PROTOCOL_VERSION)
 
     def receive(self, message: Message) -> bytes:
-        """Take the peer's next message.
+        """Handle the peer's next message.
 
-        Raises `HandshakeError` (send what `farewell` says, then close) or `ProtocolError` (close).
+        Raises `HandshakeError` (send what `farewell` returns, then close) or `ProtocolError` (close).
         """
-        state, self._state = self._state, _State.FAILED  # unless the step comes to its end
+        state, self._state = self._state, _State.FAILED  # unless the step succeeds
         step = self._STEPS.get((state, message.type))
         if step is None:
             raise ProtocolError(f"{message.type.name} is out of place in a handshake that is at {state.name}")
@@ -167,12 +167,12 @@ class Handshake:
         return step(self, message)
 
     def farewell(self, error: HandshakeError) -> bytes:
-        """What to tell a peer that is refused because of this error; nothing if the peer was first to refuse."""
+        """Return the message for a peer that is refused because of this error; no bytes if the peer refused first."""
         if self._refused_by_peer:
             return b""
         if isinstance(error, Refused):
             return _frame(MessageType.REFUSE, str(error).encode()[:_MAX_REASON_BYTES], error.kind)
-        # why exactly is for our log, not for a stranger
+        # the details are for this worker's log, not for an unauthenticated peer
         return _frame(MessageType.REFUSE, b"authentication failed", Refusal.AUTHENTICATION)
 
     # -- steps
@@ -220,7 +220,7 @@ class Handshake:
     def _on_refuse(self, message: Message) -> bytes:
         self._refused_by_peer = True
         text = bytes(message.body[:_MAX_REASON_BYTES]).decode(errors="replace")
-        # a stranger's words end up in our log
+        # the text of an unauthenticated peer ends up in the log
         reason = "".join(character if character.isprintable() else "?" for character in text)
         if message.arg == Refusal.AUTHENTICATION:
             raise AuthenticationError(f"the peer refused the connection: {reason}")
@@ -231,7 +231,7 @@ class Handshake:
         raise Refused(kind, reason)
 
     def _hear(self, message: Message, identity: Raw, nonce: bytes) -> Identity:
-        """Note what the peer says of itself."""
+        """Record the identity that the peer claims."""
         if len(nonce) != _NONCE_BYTES:
             raise ProtocolError(f"a {message.type.name} with a nonce of {len(nonce)} bytes")
         self._their_bytes = bytes(identity)
@@ -285,7 +285,7 @@ class Handshake:
 def _decode(data: bytes | bytearray | memoryview, shape: type[_T], message: Message) -> _T:
     try:
         return msgspec.msgpack.decode(data, type=shape)
-    except (ValueError, RecursionError) as error:  # msgspec's own errors, and what bad text or deep nesting raise
+    except (ValueError, RecursionError) as error:  # msgspec's own errors, and those of bad text or deep nesting
         raise ProtocolError(f"a malformed {message.type.name}: {error}") from error
 
 

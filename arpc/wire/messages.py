@@ -1,7 +1,7 @@
-"""What two workers say to each other: `MessageType`, and one class per message.
+"""The messages between two workers: `MessageType`, and one class per message.
 
-All messages share one shape, so that reading a frame is one call of a class: an ``id`` (of the call, the stream or the
-ping), one number ``arg`` and the packed content.
+All messages have the same fields, so that reading a frame is one constructor call: an ``id`` (of the call, the stream
+or the ping), one number ``arg`` and the packed content.
 """
 
 from __future__ import annotations
@@ -65,116 +65,116 @@ __all__ = [
 
 
 class MessageType(IntEnum):
-    """The type byte of a frame, and what each message means. Values are part of the wire format: never reuse one.
+    """The type byte of a frame, and the meaning of each message. Values are part of the wire format: never reuse one.
 
-    Each type has a class, named as the type is, whose ``id`` and ``arg`` are those that are spoken of here.
+    Each type has a class of the same name; ``id``, ``arg`` and ``flags`` below are fields of that class.
     """
 
     # handshake: the body is msgpack, see wire.handshake
     HELLO = 1
-    """The side that connected says who it is. ``arg``: the newest protocol version it speaks."""
+    """The connector sends its identity. ``arg``: the newest protocol version that it supports."""
     CHALLENGE = 2
-    """The other side says who it is, and proves itself. ``arg``: the version both will speak."""
+    """The acceptor sends its identity and its proof. ``arg``: the protocol version of the connection."""
     PROOF = 3
-    """The side that connected proves itself."""
+    """The connector sends its proof."""
     WELCOME = 4
     """The connection is open."""
     REFUSE = 5
-    """The connection will not be; the body is the reason, ``arg`` a `Refusal`."""
+    """The connection is refused; the body is the reason, ``arg`` a `Refusal`."""
 
     # the connection itself
     DATA = 8
-    """Bytes for the next buffer of an earlier frame. ``id``: which frame, counted from 0."""
+    """A chunk of a large tensor. ``id``: the number of its frame, among those with large tensors, counted from 0."""
     DROP_DATA = 9
-    """No more bytes will come for frame ``id``; forget it."""
+    """No more chunks of frame ``id`` will come: drop it."""
     PING = 10
-    """Are you there? To be answered with the same ``id``."""
+    """A check that the peer is alive, to be answered by a PONG with the same ``id``."""
     PONG = 11
-    """Yes."""
+    """The answer to a PING."""
     GOODBYE = 12
-    """The sender closes on purpose; the body says why."""
+    """The sender closes the connection on purpose; the body is the reason."""
 
     # shared memory, see transport.shm
     ARENA = 13
-    """Where the sender's shared memory is, or what became of the receiver's; ``flags`` is an `ArenaFlag`."""
+    """An offer of the sender's shared memory, or the answer to such an offer; ``flags`` is an `ArenaFlag`."""
     LENT = 14
     """The large tensors of frame ``id`` lie in the sender's shared memory, at the offsets in the body."""
     FREED = 15
-    """``arg`` more LENT messages were read, and the loans at the offsets in the body have ended."""
+    """``arg`` more LENT messages have been read, and the loans at the offsets in the body have ended."""
 
     # calls
     FUNCTION = 16
-    """From now on ``arg`` means the function in the payload."""
+    """Later messages refer to the function in the payload by the number ``arg``."""
     REQUEST = 17
     """Run function ``arg`` (0: the one in the payload) as call ``id`` within ``timeout_ms`` (0: no limit)."""
     REPLY = 18
-    """Call ``id`` returned what is in the payload, or None if that is empty."""
+    """The payload is the result of call ``id``; an empty one means None."""
     FAILURE = 19
-    """Call ``id`` raised what is in the payload; ``flags`` is a `FailureKind`.
+    """Call ``id`` failed with the exception in the payload; ``flags`` is a `FailureKind`.
 
-    ``arg``: how many items a stream had before.
+    ``arg``: the number of items that a stream sent before.
     """
     CANCEL = 20
-    """The caller no longer wants call ``id``."""
+    """The caller cancels call ``id``."""
     SCHEMA = 21
-    """From now on ``arg`` means the layout of tensors in the body, see `wire.values.schemas`."""
+    """Later messages refer to the tensor layout in the body by the number ``arg``, see `wire.values.schemas`."""
     ITEM = 24
     """An item of stream ``id``.
 
-    ``arg``: its place, counted from 0, because one with large tensors is overtaken by others.
+    ``arg``: its position, counted from 0, because later items can overtake one with large tensors.
     """
     CREDIT = 25
     """Stream ``id`` may send ``arg`` more items."""
 
-    # remote references: requests of their own, answered like calls; see rref.context for what is in them
+    # remote references: request types of their own, answered like calls; see rref.service for their arguments
     RREF_CREATE = 32
-    """Run function ``arg``, as a `Request` does, and keep what it returns under an id that the sender chose.
+    """Run function ``arg``, as a `Request` does, and keep its result under an id that the sender chose.
 
-    The metadata has it, see `rref.service.pack_label`.
+    The id is in the metadata, see `rref.service.pack_label`.
     """
     RREF_FETCH = 33
-    """Send the value of an RRef, once it is there."""
+    """Reply with the value of an RRef, once it exists."""
     RREF_FORK_REQUEST = 34
-    """To an owner, from users that received forks of its RRefs from other users: count us."""
+    """To an owner, from a worker that received forks of its RRefs from other users: count these forks."""
     RREF_CHILD_ACCEPT = 35
-    """To the worker that sent forks: their owners count them, you need not keep yours for them any longer."""
+    """To the worker that sent forks: their owners count them, so it need not keep its own forks for them any longer."""
     RREF_USER_DELETE = 36
     """To an owner: these forks have ended."""
     RREF_FORK_QUERY = 37
-    """To a worker that forks were sent to, and that is silent since: did they arrive? If not, they never shall."""
+    """To a worker that was sent forks and has not accepted them: which did not arrive? It refuses these from now on."""
     RREF_CREATION_FAILED = 38
-    """To an owner, from the worker that wanted values created: their creations were given up. Run none that is late."""
+    """To an owner, from the creator of values: their creations were given up. The owner runs none that arrives late."""
     RREF_CREATION_QUERY = 39
-    """To a worker whose creations are awaited by others, and do not arrive: say which are not on their way."""
+    """From an owner to the creator of values whose creations have not arrived: which of these are not on their way?"""
 
-    # distributed autograd: requests of their own, answered like calls; see autograd.service for what is in them
+    # distributed autograd: request types of their own, answered like calls; see autograd.service for their arguments
     AUTOGRAD_GRADIENTS = 40
     """Gradients of tensors that the receiver sent in a context's forward, for one backward pass."""
     AUTOGRAD_ABORT = 41
-    """A backward pass has failed: forget what it computed, and tell those you know."""
+    """A backward pass has failed: drop its results, and notify the other workers in the context."""
     AUTOGRAD_RELEASE = 42
-    """A context has ended: forget it, and tell those you know."""
+    """A context has ended: drop it, and notify the other workers in it."""
     AUTOGRAD_QUERY = 43
-    """To the creator of contexts, from a worker that may have missed their end: tell which have ended."""
+    """To the creator of contexts, from a worker that may have missed their end: which of them have ended?"""
     AUTOGRAD_BACKWARD = 44
     """To the owner of an RRef: run a backward pass from its value."""
 
-    # profiling: a request of its own, answered like a call; see profiler.tracer for what is in it
+    # profiling: a request type of its own, answered like a call; see profiler.tracer for its arguments
     PROFILER_CONTROL = 48
-    """Record, tell the time, or hand over what was recorded."""
+    """Start to record, return the clock's time, or return the records."""
 
-    # looking at workers: a call each
+    # inspection: each message is a call
     INSPECT = 56
-    """Tell what this worker does, or what the group does: counters, or what waits."""
+    """Report the state of this worker or of the group, such as counters, stacks or logs."""
 
 
-# Nothing that a message refers to can refer back to it, so the garbage collector need not follow them: many may wait.
+# Nothing that a message refers to refers back to it, so the garbage collector need not track them: many may be queued.
 class Message(msgspec.Struct, gc=False):
-    """The common shape; see `MessageType` for what ``id`` and ``arg`` mean.
+    """The fields that all messages share; see `MessageType` for the meaning of ``id`` and ``arg``.
 
-    ``body`` is what the message says: a pickle, or what belongs to its type. If it has tensors or metadata, they lie
-    before that in ``memory``, which is all that follows the header. ``meta`` is what interceptors of the peer added,
-    packed. ``layout`` says how the tensors are laid out, None if there are none. ``buffers`` holds the large tensors.
+    ``body`` is the content: a pickle, or bytes that depend on the type. If there are tensors or metadata, they precede
+    it in ``memory``, which holds all that follows the header. ``meta`` is the packed metadata, see `wire.metadata`.
+    ``layout`` is that of the tensors, None if there are none. ``buffers`` holds the large tensors.
     """
 
     type: ClassVar[MessageType]
@@ -191,7 +191,7 @@ class Message(msgspec.Struct, gc=False):
 
     @property
     def size_bytes(self) -> int:
-        """Memory it holds."""
+        """The size of the memory that the message holds."""
         return len(self.memory or self.body) + sum([buffer.nbytes for buffer in self.buffers])
 
 
@@ -240,14 +240,14 @@ Inspect: Final = _class_of(MessageType.INSPECT)
 
 
 class ArenaFlag:
-    """What an `Arena` message says."""
+    """The kinds of `Arena` messages."""
 
     OFFER: Final = 0
-    """msgpack: process, file descriptor and size of the sender's arena, and the token at its beginning."""
+    """The body is msgpack: process id, file descriptor and size of the sender's arena, and the token at its start."""
     MAPPED: Final = 1
-    """The receiver's arena was mapped. msgpack: the process, and the offsets of loans it still has from before."""
+    """The receiver's arena was mapped. msgpack: the sender's process id, and the offsets of loans it still holds."""
     REFUSED: Final = 2
-    """It cannot be mapped; the body says why."""
+    """The receiver's arena cannot be mapped; the body is the reason."""
 
 
 class RequestFlag:
@@ -256,35 +256,35 @@ class RequestFlag:
     KWARGS: Final = 1
     """The payload is (args, kwargs) and not args alone."""
     STREAM: Final = 2
-    """The caller iterates: answer with items, at first as many as the metadata say, more by `Credit`."""
+    """The caller iterates: reply with items, at first as many as the metadata allow, and more for each `Credit`."""
     VALUE: Final = 4
-    """Of an `RRefCreate`: answer with the value, in a tuple if it is one, or with an empty tuple if it stays."""
+    """In an `RRefCreate`: reply with the value (in a tuple if it is one), or an empty tuple if it must be fetched."""
 
 
 class ItemFlag:
     """Bits of ``flags`` in an `Item`."""
 
     LAST: Final = 1
-    """Not an item: the stream has ended, after ``arg`` of them."""
+    """Not an item: the end of the stream, after ``arg`` items."""
 
 
 class FailureKind(IntEnum):
-    """Why a call failed; decides which exception the caller sees."""
+    """The reason why a call failed, which decides what exception the caller gets."""
 
     RAISED = 0
     TIMEOUT = 1
     CANCELLED = 2
     OVERLOADED = 3
     SHUTDOWN = 4
-    """It came too late to run."""
+    """The call arrived too late to run."""
     LEFT = 5
-    """The worker was shut down while it ran."""
+    """The worker was shut down while the call ran."""
     REFUSED = 6
-    """What is in the payload was raised before the function was called, by the runtime of the callee."""
+    """The runtime of the callee raised the exception in the payload before it called the function."""
 
 
 class Refusal(IntEnum):
-    """Why a connection was refused."""
+    """The reason why a connection was refused."""
 
     VERSION = 1
     AUTHENTICATION = 2
@@ -298,4 +298,4 @@ class Refusal(IntEnum):
 MESSAGE_CLASSES: Final[Mapping[int, type[Message]]] = MappingProxyType(
     {int(cls.type): cls for cls in Message.__subclasses__()}
 )
-"""Type byte to class: every message there is. What a feature of the runtime says has its class in this file too."""
+"""The class of every message, by type byte. Messages of the runtime's features have their classes in this file, too."""

@@ -1,6 +1,6 @@
-"""Metadata: what features of the runtime add to a message, as bytes under a key of their own.
+"""Metadata: bytes that features of the runtime add to a message, each under a key of its own.
 
-Metadata travel as a msgpack map of text to bytes. Each feature encodes its own bytes; nobody else looks at them.
+They are sent as a msgpack map of text to bytes. Each feature encodes its own bytes; no other code reads them.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["WINDOW", "Metadata", "decode_metadata", "encode_metadata", "pack_win
 Metadata = dict[str, bytes]
 
 WINDOW: Final = "window"
-"""Under this key the caller of a stream says how many items may be sent at first."""
+"""The key under which the caller of a stream sends the number of items that it accepts at first."""
 
 encode_metadata = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Metadata).decode
@@ -24,7 +24,7 @@ _WINDOW_BYTES: Final = 4
 
 
 def decode_metadata(data: bytes | bytearray | memoryview) -> Metadata:
-    """The metadata of a message. Raises `ProtocolError`."""
+    """Decode the metadata of a message. Raises `ProtocolError`."""
     try:
         return _decode(data)
     except (msgspec.MsgspecError, ValueError, RecursionError) as error:
@@ -32,12 +32,12 @@ def decode_metadata(data: bytes | bytearray | memoryview) -> Metadata:
 
 
 def pack_window(items: int) -> bytes:
-    """What the caller of a stream says under `WINDOW`."""
+    """Encode the number of items of a stream that its caller accepts at first, for the key `WINDOW`."""
     return items.to_bytes(_WINDOW_BYTES, "little")
 
 
 def unpack_window(data: bytes | None) -> int:
-    """How many items of a stream its caller takes at first. Raises `ProtocolError`."""
+    """Decode what `pack_window` returned. Raises `ProtocolError` if it is missing or malformed."""
     if data is None or len(data) != _WINDOW_BYTES:
         raise ProtocolError("a stream whose caller does not say how many items it takes")
     return int.from_bytes(data, "little")

@@ -1,8 +1,8 @@
 """One connection as a state machine: bytes in, messages out.
 
-The transport asks `Protocol.get_buffer` where to put the next bytes, reads into it, and calls `Protocol.receive` with
-their number. So the bytes of a large tensor land in their final memory, while small frames are gathered in a buffer
-that is used again and again.
+The transport reads the next bytes into the buffer that `Protocol.get_buffer` returns, and calls `Protocol.receive` with
+their number. The bytes of a large tensor are read straight into their final memory; small frames share one buffer,
+which is reused.
 """
 
 from __future__ import annotations
@@ -40,22 +40,22 @@ _SCHEMA: Final = int(MessageType.SCHEMA)
 _CALLS: Final = tuple(
     MESSAGE_CLASSES.get(type_) if type_ >= _FIRST_OF_CALLS and type_ != _SCHEMA else None for type_ in range(256)
 )
-"""By type: the messages of an open connection that are handed on as they are."""
+"""By message type: the class, if an open connection passes such messages on unchanged; None for other types."""
 _NO_CALLS: Final = (None,) * 256
 MAX_SCHEMAS: Final = 1024
-"""How many layouts of tensors a peer may announce on one connection."""
+"""The most tensor layouts that a peer may announce on one connection."""
 MAX_SCHEMA_BYTES: Final = 1 << 22
-"""How much may be announced of all of them."""
+"""The largest total size of the layouts that a peer may announce on one connection."""
 _unpack = HEADER.unpack_from
 
 
 class State(Enum):
-    """Where a connection is in its life."""
+    """The phases of a connection."""
 
     HANDSHAKE = auto()
     OPEN = auto()
     CLOSING = auto()
-    """A goodbye was said or heard: what is under way still arrives."""
+    """A GOODBYE was sent or received: messages in flight still arrive."""
     CLOSED = auto()
 
 
@@ -63,19 +63,19 @@ _CLOSED: Final = State.CLOSED
 
 
 class Lender(TypingProtocol):
-    """Knows about memory that is shared with the peer. Its methods raise `ProtocolError`."""
+    """The memory that a connection shares with its peer. All methods raise `ProtocolError`."""
 
     def message_received(self, message: Message) -> None:
-        """An ARENA or FREED message."""
+        """Handle an ARENA or FREED message."""
 
     def borrow(self, message: Message, sizes: Sequence[int]) -> list[memoryview]:
-        """The memory that a LENT message speaks of."""
+        """Return the memory that a LENT message names, one view for each size."""
 
 
 class Protocol:
     """The receiving half of a connection, and its handshake.
 
-    Any error leaves it CLOSED; nothing a peer sends can do more than that. What comes after the end is ignored.
+    Any error leaves it CLOSED; nothing that a peer sends can do more than that. Bytes that arrive later are ignored.
     """
 
     def __init__(
@@ -85,29 +85,29 @@ class Protocol:
         allocate: Callable[[int], memoryview] = allocate_memory,
         read_layout: Callable[[bytes], Layout] = read_layout,
     ) -> None:
-        """``read_layout`` checks what a peer announces of the layout of tensors, see `policy.Policy.layout`."""
+        """``read_layout`` reads and checks a layout of tensors that the peer sends, see `policy.Policy.layout`."""
         self.state = State.HANDSHAKE
         self._handshake = handshake
         self._open_limits = limits
         self._limits = _HANDSHAKE_LIMITS
         self._calls: tuple[type[Message] | None, ...] = _NO_CALLS
         self.allocate = allocate
-        """Where memory for large tensors comes from."""
+        """The function that allocates memory for large tensors."""
         self._read_layout = read_layout
         self._layouts: dict[int, Layout] = {}
         self._schema_bytes = 0
         self.lender: Lender | None = None
-        # A stranger is worth just the memory of a handshake; see `_open`
+        # An unauthenticated peer gets a buffer for the handshake only; `_open` enlarges it
         self._set_buffer(bytearray(HEADER_BYTES + MAX_HANDSHAKE_BYTES))
         self._end = 0
         self._has_rest = False
-        """The next bytes are not the beginning of a frame at the beginning of the buffer, or come after the end."""
-        # Where the next bytes go instead of the buffer: the rest of a large body, or of a chunk for a tensor
+        """Whether `receive` must check the state first. If not, the next bytes begin a frame at the buffer's start."""
+        # The memory that the next bytes are read into instead of the buffer: of a large body, or of a tensor's chunk
         self._target: memoryview | None = None
         self.get_buffer: Callable[[int], memoryview] = partial(getattr, self, "_next")
-        """Where the next bytes of the peer belong, given any number. Never empty; good until the next `receive`.
+        """Return the memory for the peer's next bytes, for any size hint. Never empty; valid until the next `receive`.
 
-        A getattr whose default is the size hint that asyncio passes: no line of Python runs for it.
+        A ``getattr`` whose default is the size hint that asyncio passes, so that a call runs no Python code.
         """
         self._target_filled: Callable[[list[Message]], None] | None = None
         self._inbox = Inbox(self._allocate)
@@ -119,21 +119,21 @@ class Protocol:
 
     @property
     def is_between_frames(self) -> bool:
-        """Whether nothing has arrived in part."""
+        """Whether no message is partly received."""
         return not (self._inbox.waiting or self._end or self._target is not None)
 
     @property
     def role(self) -> Role:
-        """Whether this side made the connection."""
+        """The role of this side: whether it made or accepted the connection."""
         return self._handshake.role
 
     @property
     def peer(self) -> Identity | None:
-        """Who is on the other side, once the handshake is done."""
+        """The identity of the peer; None until the handshake is done."""
         return self._handshake.peer
 
     def certify(self, names: Container[str]) -> None:
-        """The peer has shown a certificate for these names; see `Handshake.certify`."""
+        """Record the names in the peer's TLS certificate; see `Handshake.certify`."""
         self._handshake.certify(names)
 
     def join(self, main: Protocol) -> None:
@@ -142,7 +142,7 @@ class Protocol:
         self._is_lane = True
 
     def take_output(self) -> bytes:
-        """What the protocol itself wants to send: its part of the handshake, answers to pings."""
+        """Remove and return the bytes that the protocol itself has to send: handshake messages and answers to pings."""
         if not self.output:
             return b""
         data = b"".join(self.output)
@@ -150,14 +150,14 @@ class Protocol:
         return data
 
     def say_goodbye(self, reason: str) -> bytes:
-        """The last message of a connection that is closed on purpose; nothing if it is not open."""
+        """Begin to close an open connection: return its last message. Returns no bytes if it is not open."""
         if self.state is not State.OPEN:
             return b""
         self.state = State.CLOSING
         return frame(_GOODBYE, 0, 0, 0, 0, reason.encode()[:_MAX_GOODBYE_BYTES])
 
     def close(self) -> None:
-        """Forget what has not arrived in full. May be called at any time, and again."""
+        """Close the connection and drop partly received messages. May be called at any time, and again."""
         self.state = _CLOSED
         self._inbox.clear()
         self._target = None
@@ -167,10 +167,10 @@ class Protocol:
         self._has_rest = True
 
     def receive(self, size_bytes: int) -> list[Message]:
-        """Take bytes that were put where `get_buffer` said; returns the messages they complete.
+        """Parse the bytes that were read into the memory from `get_buffer`; returns the messages that they complete.
 
-        Raises `ProtocolError` or `HandshakeError`; after that the connection is closed (`take_output` may hold a
-        farewell).
+        Raises `ProtocolError` or `HandshakeError`; after that the connection is closed, and `take_output` may return a
+        refusal to send.
         """
         messages: list[Message] = []
         start, end = 0, size_bytes
@@ -203,7 +203,7 @@ class Protocol:
         return messages
 
     def _receive_rest(self, size_bytes: int, messages: list[Message]) -> int:
-        """Take bytes that continue what came before; returns how many there are in the buffer now."""
+        """Take bytes that continue earlier ones; returns the number of unparsed bytes in the buffer."""
         if self.state is _CLOSED:
             return 0
         if self._target is None:
@@ -212,7 +212,7 @@ class Protocol:
         return 0
 
     def _keep_rest(self, start: int, end: int) -> None:
-        """Keep what is not a whole frame yet, and say where the next bytes go."""
+        """Move an incomplete frame to the start of the buffer, and choose the memory for the next bytes."""
         self._end = rest = end - start
         if rest and start:
             self._view[:rest] = self._view[start:end]
@@ -230,23 +230,23 @@ class Protocol:
             filled(messages)
 
     def _elsewhere(self) -> memoryview:
-        """Where the next bytes go, if something may have arrived in part."""
+        """Return the memory for the next bytes, if something may have arrived in part."""
         if self._target is not None:
             return self._target
         if self._end:
             return self._view[self._end :]
         if not self._inbox.waiting:
             return self._view
-        # While a large tensor is under way, what comes next is most likely a chunk for it: with little more than its
-        # header read here, the rest is read where it belongs, and not copied there
+        # While a large tensor is in flight, the next frame is most likely a chunk of it. A short read takes little more
+        # than its header, so that the rest is read straight into the tensor's memory and not copied there
         return self._small_view
 
     # -- frames
 
     def _split(self, message: Message, schema: int, meta_size: int, start: int) -> None:
-        """Split a body that has more than one part. Memory for large tensors comes later, their sizes end at ``start``.
+        """Split a body into small tensors, ``start`` bytes with the sizes of large tensors, metadata, and the rest.
 
-        These come after the small tensors.
+        The large tensors themselves follow in DATA frames.
         """
         memory = message.body
         if schema:
@@ -264,11 +264,11 @@ class Protocol:
             message.meta = view[start:end]
 
     def _parse_special(self, start: int, end: int, messages: list[Message]) -> tuple[int, int, bool]:
-        """Take a frame that is no small message of an open connection, or is not complete.
+        """Handle a frame that is incomplete, or not a small message of an open connection.
 
-        Returns where the next one begins, where the bytes end, and False if what is left is not a whole frame.
+        Returns the start of the next frame, the end of the bytes, and False if the rest is not a whole frame.
         """
-        self._has_rest = True  # perhaps: `_keep_rest` finds out
+        self._has_rest = True  # perhaps: `_keep_rest` decides
         header = Header._make(_unpack(self.buffer, start))
         if header.length > self._limits.body_bytes:
             raise ProtocolError(f"a frame of {header.length} bytes is over the limit of {self._limits.body_bytes}")
@@ -288,7 +288,7 @@ class Protocol:
         return stop, end, True
 
     def _receive_frame(self, header: Header, body: bytearray, messages: list[Message]) -> None:
-        """Take a whole frame of any type but DATA."""
+        """Handle a whole frame of any type but DATA."""
         _, type_, flags, n_buffers, id_, arg, timeout_ms, meta_size, schema = header
         message = MESSAGE_CLASSES[type_](flags, id_, arg, timeout_ms, body)
         if schema or meta_size or n_buffers:
@@ -298,7 +298,7 @@ class Protocol:
     # -- schemas
 
     def _split_one_off(self, schema: int, body: bytearray | memoryview) -> tuple[Layout, memoryview]:
-        """How the tensors of a message are laid out that brings its own table, and its body without that."""
+        """Return the layout of a message that carries its own table, and the message's body without the table."""
         if self.state is State.HANDSHAKE:
             raise ProtocolError("a message with tensors is out of place in a handshake")
         if schema != ONE_OFF:
@@ -307,7 +307,7 @@ class Protocol:
         return self._read_layout(table), memoryview(body)[:start]
 
     def _receive_schema(self, message: Message) -> None:
-        """The peer announces how the tensors of later messages are laid out."""
+        """Register a layout that the peer announces for the tensors of later messages."""
         if message.memory:
             raise ProtocolError("a schema was announced in a message that has tensors or metadata")
         number, table = message.arg, bytes(message.body)
@@ -317,7 +317,7 @@ class Protocol:
         self._layouts[number] = self._read_layout(table)
 
     def _begin_large_body(self, header: Header, body_start: int, end: int) -> None:
-        """The body does not fit the buffer: read the rest of it straight into memory of its own."""
+        """Have the rest of a body that does not fit the buffer read straight into memory of its own."""
         try:
             body = bytearray(header.length)
         except MemoryError:
@@ -337,7 +337,7 @@ class Protocol:
             messages.append(complete)
 
     def _receive_data(self, header: Header, start: int, end: int, messages: list[Message]) -> int:
-        """Bytes of a large tensor: copy what has come, have the rest read where it belongs. Returns where they end."""
+        """Copy the bytes of a large tensor that have arrived, have the rest read in place. Returns where they end."""
         length = header.length
         if self.state is State.HANDSHAKE:
             raise ProtocolError("DATA is out of place in a handshake")
@@ -376,7 +376,7 @@ class Protocol:
         elif type_ == _PING:
             self._answer(frame(_PONG, 0, message.id, 0, 0, b""))
         elif type_ == _PONG:
-            pass  # that bytes came is all there is to know
+            pass  # its arrival shows that the peer is alive, and it has nothing else to report
         elif type_ == _DROP_DATA:
             if self._inbox.waiting.pop(message.id, None) is None:
                 raise ProtocolError(f"DROP_DATA for frame {message.id}, which waits for none")
@@ -408,9 +408,9 @@ class Protocol:
     def _open(self) -> None:
         self.state = State.OPEN
         self._limits = self._open_limits
-        # what came right behind the handshake stays where it is
+        # bytes that arrived right after the handshake keep their place
         self._set_buffer(self.buffer.ljust(RECEIVE_BYTES, b"\0"))
-        if self._limits.body_bytes >= len(self.buffer):  # then a frame that is in the buffer is not over the limit
+        if self._limits.body_bytes >= len(self.buffer):  # then no frame that fits the buffer is over the limit
             self._calls = _CALLS
 
     def _set_buffer(self, buffer: bytearray) -> None:

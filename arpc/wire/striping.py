@@ -1,9 +1,9 @@
-"""Large tensors on their way in: the chunks that follow a frame, in order or in stripes.
+"""The receiving side of large tensors: the chunks that follow a frame, in order or in stripes.
 
-Over the connection of their frame, chunks come in order. Beside this main connection a pair of workers may have
-*lanes*, which carry DATA and nothing else. A chunk on a lane says where it belongs, because others may overtake it:
-``arg`` is the number of the buffer, ``timeout_ms`` that of the chunk in it. A chunk may even overtake its frame. A
-message comes one way or the other.
+On the connection of their frame, chunks arrive in order. Beside this main connection, a pair of workers may have
+*lanes*, which carry only DATA. Chunks on lanes may overtake each other, and even their frame, so each has its position
+in the header: ``arg`` is the number of the buffer, ``timeout_ms`` that of the chunk in the buffer. The chunks of one
+message use the main connection or the lanes, never both.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from arpc.wire.messages import Message
 
 __all__ = ["Chunk", "Inbox"]
 
-# A sender stops before its frames are held up for long, see transport.striping
+# No sender needs more: its lanes pause while frames wait on its main connection, see transport.striping
 _MAX_EARLY_BYTES: Final = 1 << 30
-# Nobody sends as many at once: they wait for room before, see RpcOptions.window_bytes
+# No sender has as many in flight: its window is full before, see RpcOptions.window_bytes
 _MAX_INCOMPLETE: Final = 1 << 17
 
 
 class _Assembly:
-    """A message that waits for its large tensors. Memory for them is allocated as their turn comes."""
+    """A message that waits for its large tensors. A tensor's memory is allocated when its first chunk begins."""
 
     __slots__ = ("_allocate", "_index", "_position", "_stripes", "buffers", "message", "missing_bytes", "sizes")
 
@@ -35,12 +35,12 @@ class _Assembly:
         self.buffers: dict[int, memoryview] = {}
         self._allocate = allocate
         self._index = self._position = 0
-        """Of the next chunk, if they come in order."""
+        """The buffer and the offset of the next chunk, if chunks arrive in order."""
         self._stripes: set[tuple[int, int]] = set()
-        """Those that have come: buffer and number."""
+        """The chunks that have arrived on lanes, as buffer and number."""
 
     def next_chunk(self, length: int) -> memoryview:
-        """Where the next bytes go that come in order."""
+        """Return the memory for the next chunk, if chunks arrive in order."""
         if self._stripes:
             raise ProtocolError("DATA of one message on lanes and beside them")
         if self._position == self.sizes[self._index]:
@@ -53,7 +53,7 @@ class _Assembly:
         return self._place(self._index, start, length)
 
     def stripe(self, index: int, number: int, length: int) -> memoryview:
-        """Where a chunk of a lane goes. Each comes once, and all but the last of a buffer have the same size."""
+        """Return the memory for a chunk from a lane. Each arrives once; all but a buffer's last have the same size."""
         start = number * CHUNK_BYTES
         if index >= len(self.sizes) or length != min(CHUNK_BYTES, self.sizes[index] - start):
             raise ProtocolError("DATA on a lane that does not fit what was announced")
@@ -72,29 +72,29 @@ class _Assembly:
 
 
 class Chunk(NamedTuple):
-    """A chunk that begins to arrive, and the memory that its bytes are read into."""
+    """A chunk that has begun to arrive, and the memory that its bytes are read into."""
 
     id: int
     memory: memoryview
     is_in_place: bool
-    """Else it has overtaken its frame, and nobody knows yet where its place is."""
+    """Whether that memory is the tensor's. If not, the chunk has overtaken its frame: its place is not known yet."""
     buffer_index: int = 0
     number: int = 0
 
 
 class Inbox:
-    """The messages of a main connection and its lanes that wait for their large tensors. Raises `ProtocolError`."""
+    """The messages of a main connection and its lanes that wait for large tensors. Methods raise `ProtocolError`."""
 
     def __init__(self, allocate: Callable[[int], memoryview]) -> None:
         self.waiting: dict[int, _Assembly] = {}
-        """By the number of the frame: those with large tensors are counted from 0."""
+        """The waiting messages by the number of their frame: frames with large tensors are counted from 0."""
         self._allocate = allocate
         self._frames = 0
         self._early: dict[int, list[Chunk]] = {}
         self._early_bytes = 0
 
     def begin(self, message: Message, sizes: Sequence[int]) -> Message | None:
-        """A frame with buffers came over the main connection. Returns the message if all has overtaken it."""
+        """Add a message with buffers from the main connection. Returns it if all its chunks have overtaken it."""
         if len(self.waiting) >= _MAX_INCOMPLETE:
             raise ProtocolError(f"more than {_MAX_INCOMPLETE} messages whose tensors have not come")
         id_ = self._frames
@@ -107,14 +107,14 @@ class Inbox:
         return complete
 
     def chunk(self, id_: int, length: int) -> Chunk:
-        """The next chunk of a message begins to arrive on the main connection."""
+        """Begin the next chunk of a message, on the main connection."""
         assembly = self.waiting.get(id_)
         if assembly is None:
             raise ProtocolError(f"DATA for frame {id_}, which waits for none")
         return Chunk(id_, assembly.next_chunk(length), is_in_place=True)
 
     def stripe(self, id_: int, index: int, number: int, length: int) -> Chunk:
-        """A chunk begins to arrive on a lane."""
+        """Begin a chunk on a lane."""
         if not 0 < length <= CHUNK_BYTES:
             raise ProtocolError(f"DATA of {length} bytes on a lane")
         assembly = self.waiting.get(id_)
@@ -122,7 +122,7 @@ class Inbox:
         return Chunk(id_, memory, assembly is not None, index, number)
 
     def arrived(self, chunk: Chunk) -> Message | None:
-        """A chunk has arrived in full. Returns its message if that is now complete."""
+        """Take a chunk that has arrived in full. Returns its message if that is now complete."""
         size_bytes = chunk.memory.nbytes
         assembly = self.waiting.get(chunk.id)
         if assembly is None:
@@ -131,7 +131,7 @@ class Inbox:
                 if self._early_bytes > _MAX_EARLY_BYTES:
                     raise ProtocolError("too much DATA on lanes whose frames have not come")
                 self._early.setdefault(chunk.id, []).append(chunk)
-            return None  # else its message was dropped
+            return None  # otherwise its message was dropped
         if not chunk.is_in_place:
             assembly.stripe(chunk.buffer_index, chunk.number, size_bytes)[:] = chunk.memory
         assembly.missing_bytes -= size_bytes
@@ -142,7 +142,7 @@ class Inbox:
         return assembly.message
 
     def clear(self) -> None:
-        """Forget all that has not arrived in full."""
+        """Drop all messages and chunks that have not arrived in full."""
         self.waiting.clear()
         self._early.clear()
         self._early_bytes = 0

@@ -1,1 +1,1 @@
-"""The calling side of a worker: from a call to a request on its way, and from its answer to the result."""
+"""The calling side of a worker: sends a request for each call, and turns the answer into the result."""

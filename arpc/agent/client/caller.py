@@ -1,6 +1,6 @@
-"""The verbs: a call that is awaited, one whose future is handed out, a stream, a message of a feature.
+"""The ways to make a call: awaited, with a future, as a stream, or as a message of a feature.
 
-They differ in the object that waits for the result. All of them end in `CallSender.send`.
+They differ in the object that receives the result. All of them end in `CallSender.send`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from arpc.wire.metadata import WINDOW, pack_window
 __all__ = ["Caller"]
 
 _NAMELESS: Final = 1
-"""In the place of a function's number, in messages that name no function."""
+"""Stands for the number of a function in messages that name no function."""
 
 T = TypeVar("T")
 
@@ -52,10 +52,10 @@ class Caller:
         resolve: Callable[[str | int], Awaitable[WorkerRecord]],
     ) -> None:
         self.sender: CallSender = sender
-        """Sends all requests. A wrapper that wants to see or change them takes its place."""
+        """The sender of all requests. A wrapper that sees or changes requests replaces it."""
         self.timeouts = timeouts
         self.deferred: set[asyncio.Task[None]] = set()
-        """Those that ask the group about a worker first."""
+        """The tasks of calls for which the group is asked about the worker first."""
         self._innermost = sender
         self._loop = loop
         self._thread = get_ident()
@@ -64,9 +64,9 @@ class Caller:
         self._observers = observers
         self._resolve = resolve
         self.make_waiter: Callable[[], asyncio.Future[Any]] = loop.create_future
-        """Makes what a coroutine awaits until its call has ended."""
+        """Makes the future that a coroutine awaits until its call has ended."""
 
-    # -- verbs
+    # -- ways to call
 
     async def call_and_wait(
         self,
@@ -76,11 +76,11 @@ class Caller:
         kwargs: Mapping[str, Any] | None = None,
         timeout: float | Unset = UNSET,
     ) -> Any:
-        """The result of a call."""
+        """Make a call and return its result. Raises the error of the call."""
         try:
             peer = self._known_peers.get(to)
         except TypeError:
-            peer = None  # not hashable, so nothing that names a worker
+            peer = None  # not hashable, so it names no worker
         if peer is None or (peer.connection is None and peer.must_be_asked_for):
             return await self.call(to, function, args, kwargs, timeout, depth=2)
         waiter = self.make_waiter()
@@ -89,14 +89,14 @@ class Caller:
             call_id = self.sender.send(Call(peer, waiter, function, args, kwargs, timeout, is_awaited=True))
             return await waiter
         except (asyncio.CancelledError, GeneratorExit):
-            waiter.cancel()  # if this coroutine was closed while it waited, nobody has done so
+            waiter.cancel()  # a coroutine that is closed has not cancelled the future that it awaits
             peer.cancel(call_id)
             raise
         except RuntimeError:
             self.check_loop()
             raise
         finally:
-            del waiter  # whose exception refers to this frame, and so to the arguments
+            del waiter  # its exception refers to this frame, and so to the arguments
 
     def call(
         self,
@@ -112,7 +112,7 @@ class Caller:
     ) -> Future[Any]:
         """Start a call; its future can be awaited, chained, cancelled, and waited for by other threads.
 
-        ``name`` is what people call it, see `Call`.
+        ``name`` is the name shown to users, see `Call.called`.
         """
         if future is None:
             future = Future(loop=self._loop)
@@ -134,9 +134,9 @@ class Caller:
         future: Any = None,
         is_internal: bool = False,
     ) -> Any:
-        """Send a feature's own message; returns the future of what its handler returns there. Called on the loop.
+        """Send a feature's own message; returns a future for the result of the peer's handler. Called on the loop.
 
-        ``future`` is a `Cancellable` in the place of a new `Future`. ``is_internal``: for no caller, see `Call`.
+        ``future``, a `Cancellable`, replaces the new `Future`. ``is_internal``: made for no caller, see `Call`.
         """
         if future is None:
             future = Future(loop=self._loop)
@@ -165,12 +165,12 @@ class Caller:
         future: Future[Any] | None = None,
         name: str = "",
     ) -> Stream[Any]:
-        """Start a call of a generator; its items come as they are made. ``future`` is told of its end.
+        """Start a call of a generator, whose items arrive as they are made. ``future`` completes when the call ends.
 
-        ``name`` is what people call it, see `Call`.
+        ``name`` is the name shown to users, see `Call.called`.
         """
         if self._innermost.is_closed or get_ident() != self._thread:
-            self._innermost.refuse(function)  # before anybody who watches calls hears of it in the wrong thread
+            self._innermost.refuse(function)  # before observers of calls are notified in the wrong thread
         call = Call(
             None,
             Future(loop=self._loop) if future is None else future,
@@ -186,12 +186,12 @@ class Caller:
         self.begin(to, call)
         return stream
 
-    # -- beginnings
+    # -- starting calls
 
     def begin(self, to: str | int | WorkerInfo, call: Call) -> None:
-        """Send a call, once it is known which peer ``to`` means. Its recipient is a `Cancellable`. Called on the loop.
+        """Send a call, once ``to`` is resolved to a peer. Its recipient is a `Cancellable`. Called on the loop.
 
-        Features use it for messages of their own that name a function, as a call does.
+        Features use it for their own messages that, like a call, name a function.
         """
         try:
             peer = self._known_peers.get(to)
@@ -210,7 +210,7 @@ class Caller:
         recipient.callee = peer
 
     def _defer(self, to: str | int | WorkerInfo, call: Call) -> None:
-        """Ask the group about a worker that is not known yet, or may be another one by now, then call it."""
+        """Ask the group about a worker that is not known yet, or may have been replaced, then call it."""
         if self._innermost.is_closed or self._loop.is_closed() or get_ident() != self._thread:
             self._innermost.refuse(call.function)
         if not isinstance(to, str | int) and self._peers.get(to) is None:
@@ -222,13 +222,13 @@ class Caller:
                 peer = await self._find_out(to)
                 if not future.done():
                     future.on_cancel = None
-                    self.begin(peer.info, call)  # it is known now
-            except Exception as error:  # noqa: BLE001 - whoever waits finds it in the future
+                    self.begin(peer.info, call)  # the peer is known now
+            except Exception as error:  # noqa: BLE001 - the caller gets it from the future
                 set_may_have_run(error, may_have_run=False)
                 if not future.done():
                     future.set_exception(error)
             except asyncio.CancelledError:
-                # by `aclose`, or with the loop: nobody else will end the call
+                # by `aclose`, or at the end of the loop: no other code will end the call
                 if not future.done():
                     text = f"worker {self._peers.me.name!r} was shut down before the call was sent"
                     future.set_exception(not_run(ShutdownError(text)))
@@ -240,7 +240,7 @@ class Caller:
         future.on_cancel = task.cancel
 
     async def _find_out(self, to: str | int | WorkerInfo) -> Peer:
-        """The peer that has a name, an id or both now, as the group says."""
+        """Return the peer that has a name, an id or both now, according to the group."""
         try:
             record = await self._resolve(to.name if isinstance(to, WorkerInfo) else to)
         except GroupNotAskedError as error:
@@ -269,14 +269,14 @@ class Caller:
                 return
             try:
                 self.begin(to, call)
-            except Exception as error:  # noqa: BLE001 - the thread finds it in the future
+            except Exception as error:  # noqa: BLE001 - the thread gets it from the future
                 future.set_exception(error)
 
-        # whether the thread wants gradients is for those to know who look at its arguments
+        # in the torch state of the thread, because interceptors look at its grad mode
         self._soon(partial(torchstate.run_with, state, start), context)
 
     def on_loop(self, work: Callable[[], T]) -> T:
-        """Do something on the loop, from whatever thread this is, in the context of the caller."""
+        """Call ``work`` on the loop in the caller's context, and return its result. Called in any thread."""
         if get_ident() == self._thread:
             return work()
         done: concurrent.futures.Future[T] = concurrent.futures.Future()
@@ -284,7 +284,7 @@ class Caller:
         def run() -> None:
             try:
                 done.set_result(work())
-            except BaseException as error:  # noqa: BLE001 - it is raised in the thread that asked
+            except BaseException as error:  # noqa: BLE001 - it is raised in the calling thread
                 done.set_exception(error)
 
         self._soon(run, copy_context())
@@ -299,7 +299,7 @@ class Caller:
     # -- the end
 
     def check_loop(self) -> None:
-        """Raise `ShutdownError` if the loop is closed, and forget all calls: none of them can end any more."""
+        """Raise `ShutdownError` if the loop is closed, and drop all calls, because none of them can end any more."""
         if not self._loop.is_closed():
             return
         self._innermost.close()
@@ -308,7 +308,7 @@ class Caller:
         raise not_run(self._innermost.closed_loop()) from None
 
     async def aclose(self) -> None:
-        """Make no more calls."""
+        """Refuse further calls, and cancel those for which the group is being asked."""
         self._innermost.close()
         for task in list(self.deferred):
             task.cancel()
@@ -316,5 +316,5 @@ class Caller:
             await asyncio.wait(self.deferred)
 
 
-# By which Python warns of a coroutine that nobody awaits: the name that people know
+# The name that Python shows if a coroutine is never awaited: users know it
 Caller.call_and_wait.__qualname__ = "arpc.rpc_sync"

@@ -1,8 +1,8 @@
-"""From the timeouts of calls to their deadlines, any number of them with one timer.
+"""Deadlines of calls, computed from their timeouts. Any number of them share one timer.
 
-A deadline is rounded up to a *tick* of 1/256 s, and further up by at most 1/64 of the time it is away. So calls made
-about the same time with the same timeout share a tick, and their owner can keep them in one bucket per tick:
-nothing is stored or removed for the deadline of a call itself.
+A deadline is rounded up to a *tick* of 1/256 s, and further up by at most 1/64 of the time until then. So calls made at
+about the same time with the same timeout share a tick, and their owner can keep them in one bucket per tick: nothing is
+stored or removed for the deadline of a single call.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from arpc.wire.frames import MAX_TIMEOUT_MS
 __all__ = ["NEVER", "Deadlines", "Expirable", "Timeouts"]
 
 NEVER: Final = 0
-"""The tick of what has no deadline."""
+"""The tick of calls without a deadline."""
 
 _TICKS_PER_SECOND: Final = 256
 _MAX_TIMEOUT_S: Final = MAX_TIMEOUT_MS / 1000  # seven weeks: as good as none
 _MAX_KEPT: Final = 16
 
 Deadline = tuple[int, int, float]
-"""The tick at which a call expires, the milliseconds that the peer is told (0 for none), until when these two hold."""
+"""The tick at which a call expires, the timeout in ms sent to the peer (0: none), the time until which both hold."""
 
 _NONE_KEPT: Final[Deadline] = (NEVER, 0, -inf)
 
@@ -38,14 +38,14 @@ logger = get_logger("arpc.deadlines")
 
 
 class Expirable(Protocol):
-    """Keeps something in buckets by tick."""
+    """An owner of calls or requests that expire at certain ticks."""
 
     def expire(self, tick: int) -> None:
-        """The time of this tick has come: end what is left in its bucket."""
+        """End the calls or requests that expire at this tick, whose time has come."""
 
 
 class Deadlines:
-    """Tells `Expirable` objects when the ticks they asked for have come."""
+    """Notifies `Expirable` objects when the ticks that they watch have come."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, call_at: CallAt | None = None) -> None:
         self.loop = loop
@@ -58,7 +58,7 @@ class Deadlines:
 
     @staticmethod
     def tick(now: float, timeout_s: float) -> int:
-        """The tick of a deadline that is ``timeout_s`` away."""
+        """Return the tick of a deadline that is ``timeout_s`` away."""
         away = int(timeout_s * _TICKS_PER_SECOND)
         grain = 1 << max(0, away.bit_length() - 7)
         return (int((now + timeout_s) * _TICKS_PER_SECOND) // grain + 1) * grain
@@ -68,7 +68,7 @@ class Deadlines:
         return tick / _TICKS_PER_SECOND
 
     def watch(self, tick: int, owner: Expirable) -> None:
-        """Call ``owner.expire(tick)`` once, when its time has come."""
+        """Call ``owner.expire(tick)`` once, when the time of the tick has come."""
         watchers = self._watchers.get(tick)
         if watchers is not None:
             watchers.append(owner)
@@ -79,7 +79,7 @@ class Deadlines:
             self._arm(tick)
 
     def unwatch(self, tick: int, owner: Expirable) -> None:
-        """Forget an owner for which a tick has no meaning any more, and with it all that the owner keeps."""
+        """Stop watching a tick for an owner that no longer needs it, and drop the reference to the owner."""
         watchers = self._watchers.get(tick)
         if watchers is not None and owner in watchers:
             watchers.remove(owner)
@@ -120,18 +120,18 @@ class Timeouts:
     """The deadlines of the calls of one worker."""
 
     def __init__(self, deadlines: Deadlines, default_s: float, *, are_sent: bool) -> None:
-        """``are_sent``: peers are told how much time a call has."""
+        """``are_sent``: requests carry the timeout of the call to the peer."""
         self._deadlines = deadlines
         self._time: Callable[[], float] = deadlines.now
         self._are_sent = are_sent
         self._default_s = default_s
-        # Calls with the same timeout made at about the same time have the same tick: that is found once for all
+        # Calls with the same timeout made at about the same time have the same tick, which is computed once for all
         self._of_default = _NONE_KEPT
         self._kept: dict[float, Deadline] = {}
 
     @property
     def default_s(self) -> float:
-        """Seconds for calls that do not say; 0 for none."""
+        """The timeout in seconds of calls that specify none; 0 for no timeout."""
         return self._default_s
 
     @default_s.setter
@@ -140,7 +140,7 @@ class Timeouts:
         self._of_default = _NONE_KEPT
 
     def deadline(self, timeout: float | Unset) -> Deadline:
-        """The deadline of a call that is made for no caller."""
+        """Return the deadline of a call that inherits none."""
         kept = self._of_default if timeout is UNSET else self._kept.get(checked_timeout(timeout), _NONE_KEPT)
         if (now := self._time()) >= kept[2]:
             timeout_s = self._seconds(timeout)
@@ -154,9 +154,9 @@ class Timeouts:
         return kept
 
     def within(self, inherited: float | None, timeout: float | Unset, function: Any) -> Deadline:
-        """The deadline of a call that a handler makes, which has a deadline of its own, ``inherited``.
+        """Return the deadline of a call by a handler whose own deadline is ``inherited``; None if it has none.
 
-        Raises `RpcTimeoutError` if that has passed.
+        Raises `RpcTimeoutError` if the handler's deadline has passed.
         """
         if inherited is None:
             return self.deadline(timeout)
@@ -181,7 +181,7 @@ class Timeouts:
 
 
 def checked_timeout(timeout: Any) -> float:
-    """A timeout in seconds. Raises `TypeError` or `ValueError` for what is none."""
+    """Return a timeout in seconds. Raises `TypeError` or `ValueError` if it is not valid."""
     if not isinstance(timeout, int | float):
         raise TypeError(f"a timeout is a number of seconds, 0 for none, not {timeout!r}")
     if not timeout >= 0:

@@ -21,7 +21,7 @@ __all__ = ["Future", "collect_all", "wait_all"]
 T = TypeVar("T")
 S = TypeVar("S")
 
-# How often a thread that waits looks whether there still is a loop
+# The interval at which a thread that waits checks whether the loop was closed
 _LOOK_S: Final = 0.5
 
 _complete = asyncio.Future.set_result
@@ -29,9 +29,9 @@ _fail = asyncio.Future.set_exception
 
 
 class Future(asyncio.Future[T], Generic[T]):
-    """A value that is on its way.
+    """The future value of a call.
 
-    An `asyncio.Future` with what users of ``torch.futures`` know: `then`, `value`, `wait`. `set_result`,
+    An `asyncio.Future` with the methods that users of ``torch.futures`` know: `then`, `value`, `wait`. `set_result`,
     `set_exception`, `cancel` and `wait` may be used from any thread; the rest belongs to the loop. Cancelling the
     future of a call cancels its handler.
 
@@ -39,18 +39,18 @@ class Future(asyncio.Future[T], Generic[T]):
     """
 
     script_type: Any = None
-    """Of the call of a TorchScript function: the type of its value, as the function's schema has it."""
+    """The type of the value according to the schema, if the call is of a TorchScript function."""
     on_cancel: Callable[[], object] | None = None
     callee: Any = None
-    """The peer whose ``cancel(call_id)`` is called if this is cancelled. It takes one object less than `on_cancel`."""
+    """The peer whose ``cancel(call_id)`` is called if this is cancelled. Unlike `on_cancel`, it needs no closure."""
     call_id = 0
     _code: CodeType | None = None
     _lasti = -1
 
-    # -- the end of it
+    # -- completion
 
     def _on_loop(self) -> bool:
-        """True on the thread of the loop, where the future may be touched directly."""
+        """Return whether this is the thread of the loop, where the future may be changed directly."""
         return running_loop() is self.get_loop()
 
     def set_result(self, result: T) -> None:
@@ -84,14 +84,18 @@ class Future(asyncio.Future[T], Generic[T]):
         if callee is not None:
             callee.cancel(self.call_id)
 
-    # -- looking at it
+    # -- the value
 
     def value(self) -> T:
-        """The value of a future that is done; raises its error, or `asyncio.InvalidStateError` before that."""
+        """Return the value of a future that is done. Raises its error, or `asyncio.InvalidStateError` before that."""
         return self.result()
 
     def wait(self, timeout: float | None = None) -> T:
-        """Block this thread until the value is there. Not for the thread of the loop, which must `await` instead."""
+        """Block this thread until the value is there, and return it. Raises `TimeoutError`, or the future's error.
+
+        Raises `RuntimeError` on the thread of the loop, which must `await` instead, and `ShutdownError` if the loop is
+        closed.
+        """
         if self._on_loop():
             raise RuntimeError("wait() would block the event loop it waits for: use `await future`")
         if not self.done():
@@ -99,7 +103,7 @@ class Future(asyncio.Future[T], Generic[T]):
         try:
             return self.result()
         finally:
-            del self  # whose error refers to this frame
+            del self  # its error refers to this frame
 
     def _block(self, timeout_s: float | None) -> None:
         arrived = threading.Event()
@@ -111,14 +115,14 @@ class Future(asyncio.Future[T], Generic[T]):
         _soon(loop, watch)
         end = float("inf") if timeout_s is None else time.monotonic() + timeout_s
         while not arrived.wait(min(_LOOK_S, max(0.0, end - time.monotonic()))):
-            # nobody is left to set the event if the loop was closed meanwhile
+            # if the loop was closed meanwhile, no code will set the event
             if loop.is_closed():
                 raise _closed_loop()
             if time.monotonic() >= end:
                 raise TimeoutError(f"no value after {timeout_s} s")
 
     def then(self, callback: Callable[[Future[T]], S]) -> Future[S]:
-        """A future for ``callback(self)``, which runs on the loop once this one is done, well or not.
+        """Return a future for ``callback(self)``, which runs on the loop once this one has a value or an error.
 
         If the callback is an ``async def``, its result is awaited. Cancelling the new future cancels this one too.
         """
@@ -137,9 +141,9 @@ class Future(asyncio.Future[T], Generic[T]):
             if chained.done():
                 return
             try:
-                # what it switches without a block must not reach the task whose step is next
+                # torch state that it changes without a `with` block must not reach the next task's step
                 result = torchstate.run_with(torchstate.DEFAULTS, callback, self)
-            except BaseException as error:  # noqa: BLE001 - it belongs to whoever awaits the new future
+            except BaseException as error:  # noqa: BLE001 - it is raised where the new future is awaited
                 chained._adopt_exception(error)
                 return
             if is_coroutine(result):
@@ -157,12 +161,12 @@ class Future(asyncio.Future[T], Generic[T]):
         return chained
 
     async def _follow(self, coroutine: Coroutine[Any, Any, T]) -> None:
-        """Have the outcome of a coroutine. A task must not end with it: SystemExit of a task ends the loop."""
+        """Adopt the outcome of a coroutine, whose error must not end the task: SystemExit in a task ends the loop."""
         try:
             result = await coroutine
         except asyncio.CancelledError:
             raise
-        except BaseException as error:  # noqa: BLE001 - it belongs to whoever awaits this future
+        except BaseException as error:  # noqa: BLE001 - it is raised where this future is awaited
             if not self.done():
                 self._adopt_exception(error)
         else:
@@ -183,10 +187,10 @@ class Future(asyncio.Future[T], Generic[T]):
         else:
             _fail(self, error)
 
-    # -- where it came from
+    # -- origin
 
     def made_at(self, depth: int) -> None:
-        """Note the line of code ``depth`` frames up as the one that made the call."""
+        """Record the line of code ``depth`` frames up as the one that made the call."""
         frame = caller_frame(depth)
         self._code = frame.f_code
         self._lasti = frame.f_lasti
@@ -218,7 +222,7 @@ def _closed_loop() -> ShutdownError:
 
 
 def collect_all(futures: Iterable[Future[T]]) -> Future[list[Future[T]]]:
-    """A future for the list of the given ones, once all of them are done, well or not."""
+    """Return a future for the list of these futures, which completes once each has a value or an error."""
     waited = list(futures)
     collected: Future[list[Future[T]]] = Future(loop=waited[0].get_loop() if waited else asyncio.get_running_loop())
     left = len(waited)
@@ -243,5 +247,5 @@ def collect_all(futures: Iterable[Future[T]]) -> Future[list[Future[T]]]:
 
 
 async def wait_all(futures: Iterable[Future[T]]) -> list[T]:
-    """The values of all futures, in order. Raises the first error as soon as it happens."""
+    """Return the values of all futures, in order. Raises the first error as soon as it happens."""
     return list(await asyncio.gather(*futures))

@@ -1,4 +1,4 @@
-"""Calls on their way to one peer, by id and deadline."""
+"""The calls to one peer that have not ended, by id and deadline."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ SEQUENCE_BITS: Final = 24
 _MASK: Final = (1 << SEQUENCE_BITS) - 1
 _REQUEST: Final = int(MessageType.REQUEST)
 _EMPTY: Final[dict[int, Call]] = {}
-"""Of a tick that has no calls."""
+"""The bucket of a tick that has no calls."""
 
 
 class Recipient(Protocol):
-    """Receives the outcome of a call, once: a future, or a part of a feature that acts like one."""
+    """Receives the outcome of a call, once: a future, or an object of a feature that acts like one."""
 
     def done(self) -> bool: ...
     def cancelled(self) -> bool: ...
@@ -38,7 +38,7 @@ class Recipient(Protocol):
 
 
 class Cancellable(Recipient, Protocol):
-    """A recipient that ends its call itself when it is cancelled: ``callee.cancel(call_id)``, or ``on_cancel()``."""
+    """A recipient that, when cancelled, cancels its call by ``callee.cancel(call_id)`` or ``on_cancel()``."""
 
     call_id: int
     callee: Any
@@ -46,60 +46,60 @@ class Cancellable(Recipient, Protocol):
 
 
 class Call(msgspec.Struct, eq=False):
-    """One request of this worker, from the verb that makes it to its end: a call, or a message of a feature.
+    """One request of this worker, from its creation to its end: a call, or a message of a feature.
 
-    The verb fills in the first fields, `Sender.send` the rest.
+    The code that creates it fills in the first fields, `Sender.send` the rest.
     """
 
     peer: Any
-    """The `Peer` that it is for."""
+    """The `Peer` that receives the request."""
     recipient: Any
-    """A `Recipient`."""
+    """The `Recipient` of the outcome."""
     function: Any
-    """What is called; the class of the message if that names no function."""
+    """The function to call; the class of the message if that names no function."""
     args: Sequence[Any] | None = ()
     kwargs: Mapping[str, Any] | None = None
     timeout: float | Unset = UNSET
     type: int = _REQUEST
     flags: int = 0
     metadata: Metadata | None = None
-    """What is sent along in any case."""
+    """The metadata to send in any case; interceptors may add to it."""
     is_internal: bool = False
-    """Made by the runtime for no caller: it ends with no handler, and interceptors do not see it."""
+    """Whether the runtime makes it for no caller: it ends with no handler, and interceptors do not see it."""
     is_held: bool = False
-    """It is sent at the end of this turn of the loop, see `Peer.hold`."""
+    """Whether it is sent only at the end of this turn of the loop, see `Peer.hold`."""
     is_awaited: bool = False
-    """Made by `rpc_sync`, whose caller waits for it at once."""
+    """Whether it is made by `rpc_sync`, whose caller waits for it at once."""
     called: str = ""
-    """What people call it, if that is not the name of the function: the method of a remote value."""
+    """The name shown to users, if it is not that of the function: the method of a remote value, say."""
     function_id: int = 0
     """The number of the function at the peer; 0 if the function travels with its arguments."""
     timeout_ms: int = 0
     size_bytes: int = 0
-    """What it takes of the window."""
+    """The bytes that it takes of the peer's send window."""
     content: Content | None = None
-    """What is to be sent, while it waits to be sent."""
+    """The content to send, while it waits to be sent."""
     connection: Connection | None = None
-    """What it was sent on; None while it waits to be sent."""
+    """The connection on which it was sent; None while it waits to be sent."""
     bulk: BulkSend | None = None
     items: ItemOrder | None = None
-    """Takes the items of a stream."""
+    """Receives the items of a stream."""
     sent_at: float = 0.0
-    """When it was sent, if that is looked at."""
+    """The time at which it was sent, if calls in flight are limited; else 0."""
     observed: Any = None
-    """What observers know of it, an `observers.Outgoing`."""
+    """The observers' record of it, an `observers.Outgoing`."""
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """The name shown to users: in errors, metrics and traces."""
         return self.called or name_of(self.function)
 
 
 class CallSender(Protocol):
-    """The one way out for requests. A wrapper that wants to see or change all of them has the same method."""
+    """Sends all requests. A wrapper that sees or changes them has the same method."""
 
     def send(self, call: Call, /) -> int:
-        """Send a request, now or when there is room; returns its id. Raises before anything is sent if it cannot be."""
+        """Send a request, now or when there is room; returns its id. If it raises, nothing was sent."""
 
 
 class PendingCalls:
@@ -109,12 +109,12 @@ class PendingCalls:
     """
 
     def __init__(self, deadlines: Deadlines, expired: Callable[[dict[int, Call]], None]) -> None:
-        """``expired`` ends calls whose time has come, which are not in the table any more."""
+        """``expired`` ends calls whose deadline has passed, which are no longer in the table."""
         self._deadlines = deadlines
         self._expired = expired
         self._buckets: dict[int, dict[int, Call]] = {}
         self.made = 0
-        """How many there have been."""
+        """The number of calls so far."""
 
     def add(self, tick: int, call: Call) -> int:
         """Keep a call until its end; returns its id."""
@@ -126,14 +126,14 @@ class PendingCalls:
                 self._deadlines.watch(tick, self)
         self.made = number = self.made + 1
         call_id = tick << SEQUENCE_BITS | number & _MASK
-        while call_id in bucket:  # sixteen million calls later, one of them still waits
+        while call_id in bucket:  # the call that had this id, 16 million calls ago, still waits
             number += 1
             call_id = tick << SEQUENCE_BITS | number & _MASK
         bucket[call_id] = call
         return call_id
 
     def pop(self, call_id: int) -> Call | None:
-        """Take a call out. The code that gets it here ends it."""
+        """Remove and return a call, None if it is not there. The code that gets it must end it."""
         return self._buckets.get(call_id >> SEQUENCE_BITS, _EMPTY).pop(call_id, None)
 
     def get(self, call_id: int) -> Call | None:

@@ -1,4 +1,4 @@
-"""What becomes of answers: a reply, an item or a failure finds its call, and ends it once."""
+"""Handles the answers to calls: finds the call of a reply, an item or a failure, and ends it once."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ __all__ = ["Receiver"]
 
 
 class Receiver:
-    """Takes the answers to the calls of one worker."""
+    """Handles the answers to the calls of one worker."""
 
     def __init__(self, name: str, codec: Codec, scope: WorkerScope) -> None:
-        """Results are built in the ``scope`` of the worker: objects that belong to a worker must find this one."""
+        """Results are unpickled in ``scope``, so that objects that belong to a worker find this one."""
         self._name = name
         self._codec = codec
         self._scope = scope
 
     def on_reply(self, link: Link, message: Message) -> None:
-        """A call has returned."""
+        """End a call that has returned."""
         peer = link.peer
         call = peer.calls.pop(message.id)
         if call is None:
-            return  # it was cancelled, or timed out, and the two crossed on their way
-        if call.connection is not None:  # a lying peer may answer what it was not sent
+            return  # it was cancelled, or timed out, while the reply was on its way
+        if call.connection is not None:  # a faulty peer may answer a call that was not sent
             peer.release(call)
         if call.recipient.done():
             return
@@ -46,7 +46,7 @@ class Receiver:
             call.recipient.set_result(value)
 
     def on_item(self, link: Link, message: Message) -> None:
-        """A stream has another item, or has ended."""
+        """Pass an item to its stream, or end the stream."""
         call = link.peer.calls.get(message.id)
         if call is None or (items := call.items) is None or call.recipient.done():
             return
@@ -62,7 +62,7 @@ class Receiver:
             items.item_arrived(message.arg, value)
 
     def on_failure(self, link: Link, message: Message) -> None:
-        """A call has raised, or did not run."""
+        """End a call that has raised, or did not run."""
         call = link.peer.calls.get(message.id)
         if call is not None and call.items is not None:
             call.items.arrived(message.arg, lambda: self._fail(link, message))
@@ -87,9 +87,9 @@ class Receiver:
     # -- content
 
     def result(self, peer: WorkerInfo, message: Message) -> Any:
-        """The object in a reply or an item. Raises `ProtocolError`, or whatever unpickling raises."""
+        """Return the object in a reply or an item. Raises `ProtocolError`, or whatever unpickling raises."""
         codec = self._codec
-        # For good: answers are read in a context of the loop's own, of a connection or of a single callback
+        # Not reset: answers are read in a context of the loop, a connection or a callback, and not in one of user code
         if current_scope.get() is not self._scope:
             current_scope.set(self._scope)
         slots = codec.slots(message)
@@ -98,14 +98,14 @@ class Receiver:
         return codec.content(message, slots, peer)
 
     def failure(self, peer: WorkerInfo, message: Message, function: str, timeout_s: float = 0.0) -> Exception:
-        """The error in a failure. Raises `ProtocolError`, or whatever unpickling raises."""
+        """Return the error in a failure. Raises `ProtocolError`, or whatever unpickling raises."""
         codec = self._codec
         current_scope.set(self._scope)  # as for a result
         slots = codec.slots(message)
         return rebuild_failure(message.flags, message.body, slots, peer, function, codec.policy, timeout_s)
 
     def unreadable(self, function: str, error: BaseException) -> SerializationError:
-        """The error of a call whose result cannot be built here."""
+        """Return the error of a call whose result cannot be unpickled here."""
         made = SerializationError(
             f"the result of {function} cannot be unpacked on worker {self._name!r}: {summary_of(error)}"
         )
@@ -114,7 +114,7 @@ class Receiver:
         return made
 
     def answer(self, peer: WorkerInfo, message: Message, function: str) -> Any:
-        """The result that an answer holds, for a call of a thread that is in no table. Raises the failure it may be."""
+        """Return the result in an answer, or raise the error in it. For calls on thread connections, in no table."""
         token = current_scope.set(self._scope)
         try:
             if isinstance(message, Reply):
@@ -122,7 +122,7 @@ class Receiver:
                     return self.result(peer, message)
                 except ProtocolError as error:
                     raise SerializationError(f"the result of {function} is malformed") from error
-                except Exception as error:  # the rest is for the thread that waits for it, as Ctrl-C is
+                except Exception as error:  # others, such as KeyboardInterrupt, go to the waiting thread as they are
                     raise self.unreadable(function, error) from error
             try:
                 failure = self.failure(peer, message, function)

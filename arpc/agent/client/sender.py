@@ -1,4 +1,4 @@
-"""The one way out for requests: from a call to a message that is sent, or waits to be."""
+"""Sends all requests: turns a call into a message that is sent, or waits to be."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ _NO_SLOTS: Final[list[Slot]] = []
 
 
 class Prepared(NamedTuple):
-    """The arguments of a call that have been pickled for one peer, see `Sender.prepare`."""
+    """The arguments of a call, pickled for one peer, see `Sender.prepare`."""
 
     pickle: bytes
     slots: list[Slot]
     is_named: bool
-    """The function goes by its number, and not with the arguments."""
+    """Whether the function is sent by its number, and not with the arguments."""
     function: Any
-    """What is called: not the function that was given, if that is no function of Python's own."""
+    """The function to call: the one given, or its replacement if it has a `Preparation`."""
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any] | None
 
@@ -56,7 +56,7 @@ class Sender:
         self._name = name
         self._loop = loop
         self._thread: int | None = get_ident()
-        """None once it is closed: then no thread may send."""
+        """The loop's thread; None once the sender is closed, so that no thread may send."""
         self._codec = codec
         self._pickler = codec.pickler
         adding = [each for each in codec.interceptors if type(each).request_sent is not Interceptor.request_sent]
@@ -66,13 +66,13 @@ class Sender:
         self._preparations = dict(preparations or {})
 
     def send(self, call: Call) -> int:
-        """Send a request, now or when there is room; returns its id. Raises before anything is sent if it cannot be."""
+        """Send a request, now or when there is room; returns its id. If it raises, nothing was sent."""
         if get_ident() != self._thread:
             self.refuse(call.function)
         peer: Peer = call.peer
         scope = current_scope.get()
         if scope is None or scope.__class__ is WorkerScope or call.is_internal:
-            scope = None  # of code that runs for no caller, so without a deadline
+            scope = None  # this code runs for no caller, so it has no deadline
             tick, call.timeout_ms, _ = self._timeouts.deadline(call.timeout)
         else:
             tick, call.timeout_ms, _ = self._timeouts.within(scope.deadline, call.timeout, call.called or call.function)
@@ -83,9 +83,9 @@ class Sender:
         if not number:
             try:
                 number = peer.function_ids[call.function]
-            except (KeyError, TypeError):  # not known there yet; or not hashable, so not a function of a module
+            except (KeyError, TypeError):  # not known to the peer yet; or not hashable, so not a module's function
                 number = self._define(call)
-                args, kwargs = call.args, call.kwargs  # which a preparation may have changed
+                args, kwargs = call.args, call.kwargs  # a preparation may have changed them
             call.function_id = number
         pickle, slots = b"", _NO_SLOTS
         if args or kwargs or not number:
@@ -111,14 +111,14 @@ class Sender:
         return call_id
 
     def _define(self, call: Call) -> int:
-        """Number a function that the peer does not know yet; 0 if the function travels with its arguments."""
+        """Return a number for a function new to the peer; 0 if the function travels with its arguments."""
         number: int = call.peer.define(call.function)
         if not number and call.args.__class__ is not Prepared:
             self._prepare(call)
         return number
 
     def _prepare(self, call: Call) -> None:
-        """Put what is sent in the place of something that is no function of Python's own."""
+        """Replace a callable that is no Python function, such as a TorchScript function, by the one to send."""
         prepare = self._preparations.get(type(call.function))
         if prepare is None:
             return
@@ -129,7 +129,7 @@ class Sender:
             call.recipient.script_type = getattr(call.function, "returns", None)
 
     def _intercepted(self, call: Call, slots: list[Slot]) -> Metadata:
-        """What is sent along with a request: each interceptor may add to it, and change the tensors."""
+        """Return the metadata of a request. Each interceptor may add to it, and change the tensors."""
         metadata: Metadata = dict(call.metadata or ())
         for interceptor, occasions in self._interceptors:
             if occasions:
@@ -165,9 +165,10 @@ class Sender:
         args: Sequence[Any] | None,
         kwargs: Mapping[str, Any] | None,
     ) -> Prepared | tuple[()]:
-        """Pickle the arguments of a call, to be given to `send` with the function and kwargs in it. From any thread.
+        """Pickle the arguments of a call, in any thread; returns () if there are none.
 
-        Raises what cannot travel at once, where the call is made, and leaves the loop to others meanwhile.
+        Pass the result to `send` as the arguments, with the function and kwargs in it. Arguments that cannot be sent
+        raise where the call is made, and the loop is free for other work meanwhile.
         """
         call = Call(peer, None, function, as_arguments(args), as_keywords(kwargs) if kwargs else None)
         try:
@@ -188,7 +189,7 @@ class Sender:
         if args.__class__ is Prepared:
             if bool(number) is args.is_named:
                 return args.pickle, list(args.slots)
-            # Since it was prepared the peer may have come back as another, to which functions travel in another way
+            # The peer was replaced since, and functions travel to the new one in another way
             args = args.args
         if number:
             pickle, slots = self._pickler.dumps_call(
@@ -217,7 +218,7 @@ class Sender:
         try:
             return self._pickler.dumps((function, (args, kwargs) if kwargs else args), main_by_value=by_value, to=to)
         except Exception as error:
-            # say which part of it was at fault
+            # raises an error that names the argument, if one was at fault
             self._pickler.dumps_call(function, args, kwargs, main_by_value=by_value, to=to)
             raise unsendable(function, error) from error
 
@@ -225,7 +226,7 @@ class Sender:
 
     @property
     def is_closed(self) -> bool:
-        """The worker shuts down: nothing is sent any more."""
+        """Whether the worker shuts down, so that nothing is sent any more."""
         return self._thread is None
 
     def close(self) -> None:
@@ -233,7 +234,7 @@ class Sender:
         self._thread = None
 
     def refuse(self, function: Any) -> NoReturn:
-        """Raise why nothing can be sent here and now."""
+        """Raise the reason why nothing can be sent: `ShutdownError`, or `RuntimeError` in another thread."""
         if self._loop.is_closed():
             raise not_run(self.closed_loop())
         if self.is_closed:
@@ -244,7 +245,7 @@ class Sender:
         )
 
     def closed_loop(self) -> ShutdownError:
-        """The error of calls that are made after the end of the worker's loop."""
+        """Return the error of calls that are made after the end of the worker's loop."""
         return ShutdownError(
             f"the event loop of worker {self._name!r} is closed, so the worker can make no calls: use it before "
             f"its loop ends, as in `async with arpc.init_rpc(...)`, or start another worker on the loop that runs now"
@@ -252,7 +253,7 @@ class Sender:
 
 
 def as_arguments(args: Any) -> tuple[Any, ...]:
-    """The positional arguments as a tuple. What is no list of arguments is refused: it would be taken apart."""
+    """Return the positional arguments as a tuple. Raises `TypeError` for a str, say, which would be taken apart."""
     if args.__class__ is tuple or args.__class__ is Prepared:
         return args
     if args is None:
@@ -263,7 +264,7 @@ def as_arguments(args: Any) -> tuple[Any, ...]:
 
 
 def as_keywords(kwargs: Mapping[str, Any] | None) -> dict[str, Any] | None:
-    """The arguments by name as they are sent."""
+    """Return the keyword arguments as a dict, None for None. Raises `TypeError` if they are no mapping."""
     if kwargs is None:
         return None
     if not isinstance(kwargs, Mapping):

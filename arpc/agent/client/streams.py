@@ -1,4 +1,4 @@
-"""Streams at the caller: the items of a remote generator, as many at a time as the consumer has asked for."""
+"""Streams at the caller: the items of a remote generator, at most a window of them ahead of the consumer."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PLACE_MASK: Final = (1 << 32) - 1
 
 
 class ItemOrder:
-    """Lets what arrives of one stream happen in order: an item with large tensors is overtaken by those behind it."""
+    """Puts the items of one stream in order: later items overtake one with large tensors on the way."""
 
     def __init__(self, take: Callable[[Any], None]) -> None:
         self._take = take
@@ -35,8 +35,8 @@ class ItemOrder:
         self.arrived(place, partial(self._take, item))
 
     def arrived(self, place: int, step: Callable[[], None]) -> None:
-        """What is to happen for an item, or behind the last one: then ``place`` is how many there are."""
-        # the number in a message has 32 bits; what is behind came twice
+        """Call ``step`` when it is an item's turn. For the end of the stream, ``place`` is the number of items."""
+        # the number in a message has 32 bits; an item from before `_next` is a duplicate
         ahead = (place - self._next) & _PLACE_MASK
         if ahead:
             if ahead <= _PLACE_MASK >> 1:
@@ -50,24 +50,24 @@ class ItemOrder:
 
 
 class Stream(AsyncIterator[T], Generic[T]):
-    """The caller's end: ``async for item in stream``.
+    """The caller's end of a stream: ``async for item in stream``.
 
-    The remote generator is stopped when the loop is left early, when `aclose` is called, when the stream is dropped,
-    and when a task that waits for an item is cancelled. At most ``window`` items are in flight or waiting here.
+    The remote generator is stopped when the ``async for`` is left early, when `aclose` is called, when the stream is
+    dropped, and when a task that waits for an item is cancelled. At most ``window`` items are in flight or queued here.
     """
 
     anchor: object = None
-    """Lives as long as the stream."""
+    """An object that lives as long as the stream."""
 
     def __init__(self, call: Call, window: int) -> None:
-        """``call`` is the one of the generator, before it is sent; its recipient is a `Future`."""
+        """``call``, which is not sent yet, calls the generator; its recipient is a `Future`."""
         if window < 1:
             raise ValueError(f"the window of a stream must be at least 1, not {window}")
         self._window = window
         self._call: Call | None = call
-        """None once it has ended."""
+        """The call of the generator; None once it has ended."""
         self._loop: asyncio.AbstractEventLoop = call.recipient.get_loop()
-        # The pending call must not keep the stream alive: dropping the stream is how people leave an `async for`
+        # The pending call must not keep the stream alive: code that leaves an `async for` just drops the stream
         me = weakref.ref(self)
         call.items = ItemOrder(partial(_item_received, me))
         call.recipient.add_done_callback(partial(_end_received, me))
@@ -76,7 +76,7 @@ class Stream(AsyncIterator[T], Generic[T]):
         self._consumed = 0
         self._is_closed = False
 
-    # -- fed by the agent
+    # -- called by the agent
 
     def item_received(self, item: T) -> None:
         if not self._is_closed:
@@ -84,10 +84,10 @@ class Stream(AsyncIterator[T], Generic[T]):
             self._wake()
 
     def end_received(self, future: asyncio.Future[Any]) -> None:
-        """The call behind the stream has ended: done callback of its future."""
+        """End the stream, because its call has ended. The done callback of the call's future."""
         error = asyncio.CancelledError() if future.cancelled() else future.exception()
-        # It refers to its error, whose traceback may refer to this stream: a cycle that the garbage collector cannot
-        # see through, and that would keep the anchor
+        # The call refers to its error, whose traceback may refer to this stream: a cycle that the garbage collector
+        # cannot see through, and that would keep the anchor alive
         self._call = None
         if not self._is_closed:
             self._items.append((None, StopAsyncIteration() if error is None else error))
@@ -97,12 +97,12 @@ class Stream(AsyncIterator[T], Generic[T]):
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
-    # -- used by people
+    # -- for users
 
     def __aiter__(self) -> Self:
         return self
 
-    if not TYPE_CHECKING:  # a type checker says so before
+    if not TYPE_CHECKING:  # a type checker reports these uses anyway
 
         def __iter__(self) -> NoReturn:
             raise TypeError("the items of a stream come from another worker: use `async for item in arpc.stream(...)`")
@@ -120,7 +120,7 @@ class Stream(AsyncIterator[T], Generic[T]):
             try:
                 await self._waiter
             except asyncio.CancelledError:
-                self._close()  # whoever is cancelled in a call, or in an async generator, does not go on with it either
+                self._close()  # a call, or an async generator, does not survive a cancellation either
                 raise
             finally:
                 self._waiter = None
@@ -130,9 +130,9 @@ class Stream(AsyncIterator[T], Generic[T]):
             try:
                 raise error
             finally:
-                del error  # its traceback refers to this frame, and together they would keep each other
+                del error  # its traceback refers to this frame: a cycle
         self._consumed += 1
-        # give credit back in portions: half a window keeps the producer busy meanwhile
+        # return credit in portions: the other half of the window keeps the producer busy meanwhile
         if self._call is not None and self._consumed * 2 >= self._window:
             consumed, self._consumed = self._consumed, 0
             connection = self._call.connection
@@ -141,7 +141,7 @@ class Stream(AsyncIterator[T], Generic[T]):
         return item  # type: ignore[return-value]
 
     async def aclose(self) -> None:
-        """Stop the remote generator. Items that have not been taken are lost."""
+        """Stop the remote generator. Items that have not been consumed are lost."""
         self._close()
 
     def _close(self) -> None:
@@ -159,7 +159,7 @@ class Stream(AsyncIterator[T], Generic[T]):
         await self.aclose()
 
     def __del__(self) -> None:
-        # `break` in an `async for` drops the stream without a word. This may run on any thread.
+        # `break` in an `async for` drops the stream without closing it. This may run on any thread.
         call = getattr(self, "_call", None)
         if call is not None and not self._is_closed and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(call.recipient.cancel)
@@ -174,4 +174,4 @@ def _end_received(reference: weakref.ref[Stream[Any]], future: asyncio.Future[An
     if (stream := reference()) is not None:
         stream.end_received(future)
     elif not future.cancelled():
-        future.exception()  # so that it counts as looked at
+        future.exception()  # so that it counts as retrieved

@@ -1,1 +1,1 @@
-"""What watches or takes part in calls: interceptors, observers, timing, propagated variables, device placement."""
+"""Features that watch or take part in calls: interceptors, observers, timing, ContextVars, device placement."""

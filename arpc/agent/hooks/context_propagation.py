@@ -1,4 +1,4 @@
-"""ContextVars of users that travel with their calls."""
+"""Users' ContextVars that travel with their calls."""
 
 from __future__ import annotations
 
@@ -20,14 +20,15 @@ logger = get_logger("arpc.variables")
 
 T = TypeVar("T")
 
-# A declaration about variables, which are module globals themselves; not state of a worker
+# Global, because ContextVars are module globals themselves; this is not state of a worker
 _declared: dict[str, ContextVar[Any]] = {}
 
 
 def propagate(variable: ContextVar[T]) -> ContextVar[T]:
     """Let a ContextVar travel with calls: handlers see the value their caller had. Returns the variable.
 
-    Caller and callee declare it under the same name, usually by importing the module that does.
+    Caller and callee declare it under the same name, usually by importing the module that does. Raises
+    `ConfigurationError` if another variable has this name.
 
     >>> request_id = propagate(ContextVar("request_id", default=""))
     """
@@ -38,7 +39,7 @@ def propagate(variable: ContextVar[T]) -> ContextVar[T]:
 
 
 class ContextPropagation(Interceptor):
-    """The interceptor that carries them."""
+    """The interceptor that sends propagated ContextVars with requests."""
 
     key = "vars"
 

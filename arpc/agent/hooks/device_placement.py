@@ -1,11 +1,11 @@
-"""Tensors of other devices than the CPU, on their way in and out of one worker.
+"""Copies tensors between the devices of one worker and the messages that it sends and receives.
 
-The map of the *caller* rules both ways. A request names devices of the callee. A reply names those of the callee too,
-and the caller turns its own map around. So no worker needs to know another worker's maps.
+The device map of the *caller* applies in both directions. A request names devices of the callee. A reply names devices
+of the callee, too, and the caller inverts its own map. So no worker needs to know another worker's maps.
 
-Copies between devices and host memory take a while, and the loop does not wait for them: a message that is to be sent
-waits until its buffers are filled (`Placement.when_filled`), one that has arrived until its buffers are where they
-belong (`Placement.messages_received`). Others pass meanwhile.
+Copies between devices and host memory take a while, and the loop does not wait for them: an outgoing message waits
+until its buffers are filled (`Placement.when_filled`), an incoming one until its buffers are where they belong
+(`Placement.messages_received`). Other messages overtake it meanwhile.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ logger = get_logger("arpc.placement")
 
 _CPU: Final = torch.device("cpu")
 _ANSWERS: Final = frozenset((Reply, Item, Failure))
-# Each waits for the driver most of the time
+# Few are enough, because each waits for the driver most of the time
 _THREADS: Final = 4
 
 PLACE: Final = "place"
-"""Where the metadata of a request asks about tensors on the CPU."""
+"""The key in the metadata of a request that asks for the places of tensors on the CPU, too."""
 
 Dispatch = Callable[[Connection, list[Message]], None]
 
 
 def find_backends() -> dict[str, DeviceBackend]:
-    """What this process can reach besides its memory, by the type of the devices."""
+    """Return the backends for the devices that this process can reach besides the CPU, by device type."""
     found: dict[str, DeviceBackend] = {type_: AcceleratorBackend(type_) for type_ in ACCELERATORS}
     return {type_: backend for type_, backend in found.items() if backend.count()}
 
 
 class DeviceStager:
-    """Takes tensors of a message to host memory, and says where they belong: a `Stager`."""
+    """A `Stager` that copies the tensors of a message to host memory, and names the place where each belongs."""
 
     def __init__(
         self,
@@ -62,11 +62,11 @@ class DeviceStager:
         *,
         moves_host_memory: bool,
     ) -> None:
-        """``place_of`` names the place of tensors of a device, as the receiver finds it; empty for host memory."""
+        """``place_of`` returns the place to send for tensors of a device; an empty one stands for host memory."""
         self._backends = backends
         self._place_of = place_of
         self.moves_host_memory = moves_host_memory
-        """Tensors on the CPU have a place, too."""
+        """Whether tensors on the CPU have a place, too."""
 
     def stage(self, tensor: Tensor) -> Staged | None:
         device = tensor.device
@@ -75,15 +75,15 @@ class DeviceStager:
         backend = self._backends.get(device.type)
         if backend is None:
             return None
-        place = self._place_of(device)  # first: there may be none
+        place = self._place_of(device)  # first, because it raises if there is none
         host, wait = backend.download(tensor)
         return Staged(host, place, wait)
 
 
 class ResultPlacer(Interceptor):
-    """The interceptor by which a caller asks where *all* tensors of the answer are, those on the CPU too.
+    """The interceptor by which a caller asks for the places of *all* tensors of the reply, those on the CPU too.
 
-    It does so if its map turned around has another place for them. The callee looks at it when it answers, see
+    It does so if its inverted map has another place for these. The callee checks this when it replies, see
     `codec.Codec.stager_back`.
     """
 
@@ -97,7 +97,7 @@ class ResultPlacer(Interceptor):
 
 
 class Placement:
-    """All of this for one worker. Belongs to the loop."""
+    """The device placement of one worker. Belongs to the loop."""
 
     def __init__(
         self,
@@ -109,14 +109,14 @@ class Placement:
         self._name = name
         self._backends = backends
         self._devices = checked_devices(options.devices)
-        # as they are now: the options are the user's, and may be added to
+        # copied, because the user may change the options later
         self._maps = {to: checked_device_map(to, mapping) for to, mapping in options.device_maps.items()}
         self._back = {to: {there: here for here, there in mapping.items()} for to, mapping in self._maps.items()}
         self.results = ResultPlacer(self._back)
         self.to_caller = DeviceStager(backends, str, moves_host_memory=False)
-        """For answers: they say where tensors were, and the caller knows where these belong."""
+        """The stager for replies, which name the devices of their tensors: the caller maps these to its own."""
         self.all_to_caller = DeviceStager(backends, str, moves_host_memory=True)
-        """For answers to a caller that has asked about the CPU, too."""
+        """The stager for replies to a caller that has asked about tensors on the CPU, too."""
         self._loop = loop
         self._pool: ThreadPool | None = None
         self.sent = 0
@@ -130,7 +130,7 @@ class Placement:
 
     @property
     def claims(self) -> DeviceClaims:
-        """What the group is told."""
+        """The devices and device maps that this worker reports to the group."""
         return DeviceClaims(
             {type_: backend.count() for type_, backend in self._backends.items()},
             tuple(map(str, self._devices)),
@@ -139,19 +139,19 @@ class Placement:
 
     @property
     def threads(self) -> ThreadPool:
-        """Those that wait for devices; there are none before there is something to wait for."""
+        """The threads that wait for devices, created when they are first needed."""
         if self._pool is None:
             self._pool = ThreadPool(self._loop, _THREADS, f"{self._name}-devices")
         return self._pool
 
     def close(self) -> None:
-        """End the threads; what they are at is not needed any more."""
-        self.threads.close()  # made now if never before: what comes later runs in a thread of its own
+        """End the threads; their results are not needed any more."""
+        self.threads.close()  # created now if need be: a closed pool runs each later job in a new thread
 
     # -- out
 
     def stager(self, to: str) -> Stager:
-        """For calls to a worker."""
+        """Return the stager for calls to a worker."""
         mapping = self._map(to)
         return DeviceStager(
             self._backends,
@@ -160,7 +160,7 @@ class Placement:
         )
 
     def _place_there(self, to: str, mapping: DeviceMap, device: torch.device) -> str:
-        """Where the map for a worker says that tensors of a device belong."""
+        """Return the place of tensors of a device on a worker. Raises `SerializationError` if the map has none."""
         target = mapping.get(device)
         if target is None:
             raise SerializationError(
@@ -173,7 +173,7 @@ class Placement:
     def _map(self, to: str) -> DeviceMap:
         mapping = self._maps.get(to)
         if mapping is None and to == self._name:
-            # to itself everything stays where it is
+            # in calls to itself, tensors stay on their devices
             numbers = [(type_, n) for type_, backend in self._backends.items() for n in range(backend.count())]
             devices = [checked_device(f"{type_}:{n}", "devices") for type_, n in numbers]
             return {device: device for device in devices}
@@ -182,7 +182,7 @@ class Placement:
     def when_filled(
         self, waits: Sequence[Callable[[], None]], then: Callable[[SerializationError | None], None]
     ) -> None:
-        """Call back on the loop once copies from devices are done, or with what has kept them from being made."""
+        """Call ``then`` on the loop once copies from devices are done, or with the error that prevented one."""
         self.sent += len(waits)
 
         def job() -> Callable[[], None]:
@@ -190,7 +190,7 @@ class Placement:
             try:
                 for wait in waits:
                     wait()
-            except Exception as error:  # noqa: BLE001 - whatever a driver has to say
+            except Exception as error:  # noqa: BLE001 - a driver may raise anything
                 failure = SerializationError(f"a tensor could not be copied from its device: {error}")
                 failure.__cause__ = error
             return partial(then, failure)
@@ -200,7 +200,7 @@ class Placement:
     # -- in
 
     def messages_received(self, dispatch: Dispatch, connection: Connection, messages: list[Message]) -> None:
-        """Pass messages on, those with tensors for devices once these are there."""
+        """Pass messages to ``dispatch``; those with tensors for devices only once these are there."""
         ready: list[Message] = []
         for message in messages:
             places = self._places(connection, message) if message.buffers else None
@@ -212,7 +212,7 @@ class Placement:
             dispatch(connection, ready)
 
     def _places(self, connection: Connection, message: Message) -> dict[int, torch.device | Misplaced]:
-        """Where each buffer of a message belongs that does not stay in host memory."""
+        """Return the place of each buffer of a message that does not stay in host memory, by number."""
         named = message.layout.placements if message.layout is not None else {}
         is_answer = type(message) in _ANSWERS
         return {
@@ -257,7 +257,7 @@ class Placement:
             for number in places:
                 self._count(buffers[number])
             message.buffers = buffers
-            # It may have been lost meanwhile, and then its calls have ended already
+            # The connection may have been lost meanwhile, and then its calls have ended already
             if connection.is_open:
                 try:
                     dispatch(connection, [message])
@@ -268,14 +268,14 @@ class Placement:
         self.threads.submit(job)
 
     def _uploaded(self, memory: memoryview, place: torch.device | Misplaced) -> Tensor | Misplaced:
-        """Runs in a thread."""
+        """Return a buffer as a tensor on its device, or `Misplaced` if that fails. Called in a thread."""
         if isinstance(place, Misplaced):
             return place
         if place == _CPU:
             return torch.frombuffer(memory, dtype=torch.uint8)
         try:
             return self._backends[place.type].upload(memory, place)
-        except Exception as error:  # noqa: BLE001 - no memory on the device, or whatever else its driver has to say
+        except Exception as error:  # noqa: BLE001 - no memory on the device, or any other error of its driver
             return Misplaced(f"worker {self._name!r} cannot take a tensor to {place}: {error}")
 
     def _count(self, buffer: Tensor | Misplaced) -> None:

@@ -1,4 +1,4 @@
-"""How a feature takes part in calls."""
+"""The interface by which a feature takes part in calls."""
 
 from __future__ import annotations
 
@@ -14,33 +14,36 @@ __all__ = ["Interceptor"]
 class Interceptor:
     """A feature that takes part in calls: it sees their tensors, and may add bytes of its own under its `key`.
 
-    Features define what they need; all methods here do nothing. A ``_sent`` method that returns None adds nothing. The
-    other side's ``_received`` method is called only if something came. ``slots`` may be changed in place. Nothing here
-    may raise for another reason than that the call cannot go on.
+    Features override the methods that they need; those here do nothing. A ``_sent`` method that returns None adds
+    nothing. The peer's ``_received`` method is called only if something was added. ``slots`` may be changed in place. A
+    method may raise only if the call cannot go on.
     """
 
     key: str
 
     occasions: Sized = ()
-    """While this is empty, the interceptor has nothing to add and is not asked. Always the same object."""
+    """While this is empty, the interceptor has nothing to add to requests and is not called. Always the same object."""
 
     replies_in_threads = False
-    """Whether `reply_sent_in_thread` is worth asking."""
+    """Whether `reply_sent_in_thread` is worth calling."""
 
     def request_sent(self, peer: WorkerInfo, function: Any, slots: list[Slot], is_stream: bool = False) -> bytes | None:
-        """In the caller's context, before a request leaves. A stream has an answer for each of its items."""
+        """Return bytes to add to a request. Called in the caller's context, before it is sent.
+
+        The request for a stream gets an answer for each of its items.
+        """
 
     def request_received(self, peer: WorkerInfo, meta: bytes, slots: list[Any]) -> None:
-        """In the handler's own context, before its arguments are built."""
+        """Read the bytes of a request. Called in the handler's own context, before its arguments are unpickled."""
 
     def reply_sent(self, peer: WorkerInfo, meta: bytes, slots: list[Slot]) -> bytes | None:
-        """In the handler's context; ``meta`` is what came with the request."""
+        """Return bytes to add to a reply. Called in the handler's context; ``meta`` came with the request."""
 
     def reply_sent_in_thread(self, peer: WorkerInfo, meta: bytes, slots: list[Slot]) -> bytes | None:
-        """What `reply_sent` returns, asked in the thread in which a plain function has ended.
+        """Return what `reply_sent` returns. Called in the thread in which a plain function has ended.
 
-        None if that takes the loop: then `reply_sent` is asked there.
+        None if only the loop can do that: then `reply_sent` is called there.
         """
 
     def reply_received(self, peer: WorkerInfo, meta: bytes, slots: list[Any]) -> None:
-        """At the caller, before the result is built. Not in the caller's context."""
+        """Read the bytes of a reply, before the result is unpickled. Not called in the caller's context."""

@@ -1,9 +1,10 @@
 """Observers of the calls of a worker: profilers, metrics, tracing.
 
-An `Observer` hears of the calls that this worker makes and of the handlers that it runs, may send a header of its own
-with a request and with its reply, and may wrap every step of a handler, on the loop and in threads. `Agent.observe`
-installs one at any time, `Agent.unobserve` removes it. An observer that is passed to the agent when that is made is on
-standby: it hears of a call only if its `occasions` say so, and of a handler only if the request brought its header.
+An `Observer` is notified of the calls that this worker makes and of the handlers that it runs. It may send a header of
+its own with a request and with the reply, and may wrap every step of a handler, on the loop and in threads.
+`Agent.observe` installs one at any time, `Agent.unobserve` removes it. An observer that is passed to the constructor of
+the agent is on standby: it is notified of a call only while its `occasions` are true, and of a handler only if the
+request brought its header.
 """
 
 from __future__ import annotations
@@ -57,7 +58,7 @@ T = TypeVar("T")
 
 
 class Kind(Enum):
-    """What a request is for."""
+    """The purpose of a request."""
 
     CALL = "call"
     STREAM = "stream"
@@ -68,7 +69,7 @@ class Kind(Enum):
     BACKWARD = "backward"
     """Part of a backward pass."""
     CONTROL = "control"
-    """Counting references and the like, which no user asked for directly."""
+    """Reference counting and the like, which no user requested directly."""
 
 
 class Outcome(Enum):
@@ -81,32 +82,32 @@ class Outcome(Enum):
 
 
 class _Observed(msgspec.Struct, eq=False, kw_only=True):
-    """What observers are told of a request, in either direction. Times are those of ``time.perf_counter_ns``."""
+    """The observers' record of a request, in either direction. Times are those of ``time.perf_counter_ns``."""
 
     peer: WorkerInfo
     function: str
     kind: Kind
     id: int = 0
-    """Unique among those of one worker to another that are under way, and the same at both. Set once it is sent."""
+    """The id, unique among the requests in flight from one worker to another, the same on both. Set once it is sent."""
     began_ns: int = 0
     ended_ns: int = 0
     sent_bytes: int = 0
     received_bytes: int = 0
     headers: dict[str, Any] = msgspec.field(default_factory=dict)
-    """What observers of the caller send along, by their `key`, as msgpack."""
+    """The headers that observers of the caller send, by their `key`. They travel as msgpack."""
     outcome: Outcome | None = None
     error: BaseException | None = None
     observers: tuple[Observer, ...] = ()
-    """Those that hear of it."""
+    """The observers that are notified of it."""
 
 
 class Outgoing(_Observed, eq=False, kw_only=True):
     """A request of this worker. While it begins, observers may add to its headers."""
 
     is_awaited: bool
-    """Made by `rpc_sync`, whose caller waits for it at once."""
+    """Whether it is made by `rpc_sync`, whose caller waits for it at once."""
     target: Any = None
-    """The function itself; of a method of a remote value its name, of a feature's own message its class."""
+    """The function itself; for a method of a remote value its name, for a feature's own message its class."""
 
 
 class Handling(_Observed, eq=False, kw_only=True):
@@ -114,15 +115,15 @@ class Handling(_Observed, eq=False, kw_only=True):
 
     accepted_ns: int
     shared: dict[type, Any] = msgspec.field(default_factory=dict)
-    """What observers of one kind share."""
+    """The state that observers of one class share, by class."""
     steps: Any = None
-    """What observers put around each of its steps."""
+    """The `Steps` that observers put around each of its steps."""
     is_watched: bool = False
-    """Observers have been told that it begins."""
+    """Whether observers have been notified that it begins."""
 
 
 class Activity:
-    """Something that this worker does over several steps and that is no handler: its part of a backward pass, say."""
+    """Work of this worker in several steps that is no handler, such as its part of a backward pass."""
 
     def __init__(self, name: str, kind: Kind, observers: tuple[Observer, ...]) -> None:
         self.name = name
@@ -132,14 +133,14 @@ class Activity:
         self.shared: dict[type, Any] = {}
         self._observers = observers
         self.steps = _all_of(observer.activity_begins(self) for observer in observers)
-        """What belongs around each of its steps."""
+        """The `Steps` to put around each of its steps."""
 
     def step(self, function: Callable[[], T]) -> Callable[[], T]:
-        """A function as one step of it."""
+        """Return a function that runs ``function`` as one step of the activity."""
         return function if self.steps is None else partial(call_stepped, self.steps, function)
 
     def end(self) -> None:
-        """It is over. Only the first time counts."""
+        """End the activity. Only the first call has an effect."""
         if not self.ended_ns:
             self.ended_ns = _now()
             for observer in self._observers:
@@ -147,9 +148,9 @@ class Activity:
 
 
 class Observer:
-    """Hears of calls. All methods do nothing here: define those that you need. None of them may raise.
+    """Is notified of calls and handlers. All methods do nothing here: override those that you need. None may raise.
 
-    They are called on the loop, except where it says otherwise.
+    They are called on the loop unless stated otherwise.
     """
 
     key = ""
@@ -157,41 +158,41 @@ class Observer:
 
     @property
     def occasions(self) -> Any:
-        """While this is false, one that stands by does not hear of requests. Always the same object."""
+        """While this is false, an observer on standby is not notified of requests. Always the same object."""
         return _NOTHING
 
     def thread_calls(self, context: Context, peer: str, function: Any) -> None:
-        """A thread that is not the loop's makes a call, which begins on the loop in this context. In that thread."""
+        """Called in a thread, not the loop's, that makes a call. The call begins on the loop in ``context``."""
 
     def request_begins(self, request: Outgoing) -> None:
-        """In the caller's context, before arguments are packed."""
+        """Called in the caller's context, before arguments are pickled."""
 
     def request_ends(self, request: Outgoing) -> None:
-        """Exactly once for each that began. It may have failed before it was sent."""
+        """Called exactly once for each request that began. It may have failed before it was sent."""
 
     def reply_came(self, peer: WorkerInfo, header: Any) -> None:
-        """A reply has brought a header, see `reply_leaves`. The request ends after that."""
+        """Called when a reply has brought a header, see `reply_leaves`. The request ends after that."""
 
     def handler_accepted(self, handling: Handling) -> None:
-        """A request has come. It may have to wait for others."""
+        """Called when a request has arrived. It may have to wait for others."""
 
     def handler_begins(self, handling: Handling) -> Steps | None:
-        """In the handler's own context; what is set there, it sees. Returns what belongs around each of its steps."""
+        """Called in the handler's own context, which it may change. Returns `Steps` to put around each of its steps."""
 
     def reply_leaves(self, handling: Handling) -> Any:
-        """In the handler's context: a header for the reply, None for none. Only if the request brought a header."""
+        """Return a header for the reply, None for none. Called in the handler's context if the request brought one."""
 
     def handler_ends(self, handling: Handling) -> None:
-        """Exactly once for each that was accepted, unless the observer was taken away while it waited.
+        """Called exactly once for each request that was accepted, unless the observer was removed while it waited.
 
-        It may never have begun.
+        The handler may never have begun.
         """
 
     def activity_begins(self, activity: Activity) -> Steps | None:
-        """This worker begins something that is no handler. Returns what belongs around each of its steps."""
+        """Called when this worker begins work that is no handler. Returns `Steps` to put around each of its steps."""
 
     def activity_ends(self, activity: Activity) -> None:
-        """Exactly once for each that began."""
+        """Called exactly once for each activity that began."""
 
 
 class Observers(Interceptor):
@@ -203,16 +204,16 @@ class Observers(Interceptor):
         self.occasions = self.installed = list[Observer]()
         self.standing = tuple(standing)
         self._waiting: WeakKeyDictionary[Inbound, dict[int, Handling]] = WeakKeyDictionary()
-        """Requests that have been accepted and have not begun."""
+        """The records of requests that have been accepted and have not begun."""
 
     def begin_activity(self, name: str, kind: Kind) -> Activity | None:
-        """Tell observers of something that is no handler; None if there are none."""
+        """Begin an activity, and notify observers of it; None if there are no observers."""
         return Activity(name, kind, tuple(self.installed)) if self.installed else None
 
     # -- requests of this worker
 
     def concerned(self) -> Sequence[Observer]:
-        """The observers that hear of a request that begins now."""
+        """Return the observers that are notified of a request that begins now."""
         standing = [observer for observer in self.standing if observer.occasions]
         return [*self.installed, *standing] if standing else self.installed
 
@@ -221,7 +222,7 @@ class Observers(Interceptor):
             observer.thread_calls(context, peer, function)
 
     def begin(self, call: Call, send: Callable[[Call], int]) -> int:
-        """Make a request by ``send``, and tell observers of it."""
+        """Send a request by ``send``, and notify observers of it; returns its id."""
         target = call.called or call.function
         request = call.observed = Outgoing(
             peer=call.peer.info,
@@ -246,7 +247,7 @@ class Observers(Interceptor):
         return call_id
 
     def answered(self, peer: Any, messages: Iterable[Message]) -> None:
-        """Messages have come: of those that are answers, note when they came and how large they are."""
+        """Record the arrival and the size of those messages that are answers to requests."""
         for message in messages:
             call: Call | None = peer.calls.get(message.id) if isinstance(message, _ANSWERS) else None
             if call is not None and call.observed is not None:
@@ -301,25 +302,25 @@ class Observers(Interceptor):
         )
 
     def accepted(self, inbound: Inbound, message: Message) -> None:
-        """A request has come, which may run now or have to wait."""
+        """Notify observers of a request that has arrived, and may run now or have to wait."""
         self._waiting.setdefault(inbound, {})[message.id] = self._accept(inbound, message)
 
     def watch(self, run: Run, message: Message) -> None:
-        """A request is about to run."""
+        """Attach the observers' record to a request that is about to run."""
         waiting = self._waiting.get(run.inbound)
         handling = waiting.pop(message.id, None) if waiting else None
         run.handling = handling or self._accept(run.inbound, message)
         run.handling.function = run.name
         if not (message.body or message.memory):
-            # it will not be unpacked
+            # without content, `request_reader.prepare` does not do this
             run.function = run.context.run(self.begin_handler, run, message)
 
     def forget_waiting(self) -> None:
-        """Tell observers no more of requests that have not begun."""
+        """Do not notify observers any more of requests that have not begun."""
         self._waiting.clear()
 
     def dropped(self, inbound: Inbound, message_id: int | None = None, error: Exception | None = None) -> None:
-        """A request that waited will not run, or none of those of a connection: given up, unless there is an error."""
+        """Notify observers that a waiting request, or all of a connection, will not run: cancelled if without error."""
         waiting = self._waiting.get(inbound)
         if not waiting:
             return
@@ -329,7 +330,7 @@ class Observers(Interceptor):
                 _end(handling, Outcome.CANCELLED if error is None else Outcome.ERROR, error)
 
     def begin_handler(self, run: Run, message: Message) -> Function:
-        """The function of a request whose arguments are there, with what observers put around it. In its context."""
+        """Return the function of an unpickled request, with the observers' `Steps` around it. Called in its context."""
         handling = run.handling
         assert handling is not None
         function = run.function
@@ -346,12 +347,12 @@ class Observers(Interceptor):
 
     @staticmethod
     def handed_over(run: Run, function: Function) -> Function:
-        """The function that runs in the place of another, with what observers put around it."""
+        """Return the function that runs in the place of another, with the observers' `Steps` around it."""
         run.handling.function = run.name
         return _watched(function, run.handling, run.handling.steps)
 
     def ended(self, run: Run, sent_bytes: int, error: BaseException | None) -> None:
-        """A request is answered."""
+        """Notify observers that a request is answered."""
         handling = run.handling
         assert handling is not None
         run.handling = None
@@ -360,7 +361,7 @@ class Observers(Interceptor):
 
 
 class ObservedSender:
-    """Tells observers of every request of a worker."""
+    """Notifies observers of every request of a worker."""
 
     def __init__(self, inner: CallSender, observers: Observers) -> None:
         self._send = inner.send
@@ -373,7 +374,7 @@ class ObservedSender:
 
 
 def error_of(recipient: Any) -> BaseException | None:
-    """The error of a call that has ended. Of a future, that does not count as looked at."""
+    """Return the error of a call that has ended. The error of a future does not count as retrieved by that."""
     if recipient.cancelled():
         return asyncio.CancelledError()
     if isinstance(recipient, asyncio.Future):
@@ -383,7 +384,7 @@ def error_of(recipient: Any) -> BaseException | None:
 
 
 def _all_of(found: Iterable[Steps | None]) -> Steps | None:
-    """What several observers put around a step, as one; None if none of them puts anything there."""
+    """Combine the `Steps` of several observers into one; None if there are none."""
     parts = [steps for steps in found if steps is not None]
     return AllSteps(parts) if len(parts) > 1 else parts[0] if parts else None
 
@@ -396,7 +397,7 @@ def _headers(meta: bytes) -> dict[str, Any]:
 
 
 def _watched(function: Function, handling: Handling, steps: Steps | None) -> Function:
-    """A function for one request, with what observers put around each of its steps."""
+    """Return a function for one request, with the observers' `Steps` around each of its steps."""
     inner, is_coroutine = function.call, function.mode is Mode.COROUTINE
 
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -419,14 +420,14 @@ _KINDS: Final = {
 
 
 def kind_of(type_: int, flags: int) -> Kind:
-    """What a request of this type is for."""
+    """Return the purpose of a request of this type."""
     if type_ == MessageType.REQUEST and flags & RequestFlag.STREAM:
         return Kind.STREAM
     return _KINDS.get(MessageType(type_), Kind.CONTROL)
 
 
 def _accept(**known: Any) -> Handling:
-    """Tell observers of a request that has come, of which so much is known."""
+    """Create the observers' record of a request that has arrived, from these fields, and notify them."""
     handling = Handling(accepted_ns=_now(), **known)
     for observer in handling.observers:
         observer.handler_accepted(handling)
@@ -448,7 +449,7 @@ def _end(request: Outgoing | Handling, outcome: Outcome, error: BaseException | 
             observer.request_ends(request)
         else:
             observer.handler_ends(request)
-    request.error = None  # it refers to frames, and they to what they hold
+    request.error = None  # it refers to frames, and they to the objects in them
 
 
 def _is_cancelled(error: BaseException | None) -> bool:

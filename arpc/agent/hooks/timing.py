@@ -1,7 +1,7 @@
-"""How long calls and handlers take, for counting all the time.
+"""The durations of calls and handlers, for metrics that are always on.
 
-`agent.hooks.observers` are told everything of a request, and may change what happens around it. A meter is told
-durations alone: calls are timed by a `TimedSender` around the worker's own, handlers where they are answered.
+`agent.hooks.observers` receive everything about a request, and may run code around it. A meter receives durations
+alone: calls are timed by a `TimedSender` around the worker's own sender, handlers where they are answered.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ _now = time.perf_counter_ns
 
 
 class Meter(Protocol):
-    """Is told how long things took. Called on the loop; must not raise."""
+    """Receives the durations of calls and handlers. Called on the loop; must not raise."""
 
     def call_ended(self, peer: str, function: Any, duration_ns: int, error: BaseException | None) -> None:
-        """A call has its result, or its error.
+        """Record a call that has its result, or its error.
 
-        ``function`` is what was called, the name of a method of a remote value, or the class of a feature's message.
+        ``function`` is the function, the name of a method of a remote value, or the class of a feature's message.
         """
 
     def handler_ended(self, caller: str, function: str, duration_ns: int) -> None:
-        """A request was answered, whatever the answer is."""
+        """Record a request that was answered, whatever the answer is."""
 
     def handler_failed(self, caller: str, function: str, error: BaseException) -> None:
-        """A request will be answered with an error."""
+        """Record a request that will be answered with an error."""
 
 
 class TimedSender:

@@ -1,1 +1,1 @@
-"""The other workers of the group: how each is reached, and what is under way to it."""
+"""The other workers of the group: how each is reached, and the calls in flight to it."""

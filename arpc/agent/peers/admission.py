@@ -1,11 +1,11 @@
-"""Which connections are accepted. Decided when a peer has proven itself, before the last message of the handshake.
+"""Decides which connections are accepted, once a peer is authenticated, before the last message of the handshake.
 
 Two workers that connect to each other at the same moment end up with the connection made by the one with the lower id:
 it refuses the other's as a duplicate, while the higher one gives up its own attempt for the one that comes in.
 
-In an elastic group, a worker may connect before this one has heard of it, and one that was taken for dead may still run
+In an elastic group, a worker may connect before this one knows it, and a worker that was taken for dead may still run
 while another has its name. Only the group's store knows which worker has a name, and asking it takes a while: so an
-unknown worker is told to try again in a moment, and is accepted or refused then.
+unknown worker is asked to retry in a moment, and is accepted or refused for good then.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ __all__ = ["MAX_THREADS", "THREAD_HANDLERS", "Admission"]
 logger = get_logger("arpc.connections")
 
 MAX_THREADS: Final = 64
-"""How many connections of threads a peer may have."""
+"""The number of thread connections that a peer may have."""
 THREAD_HANDLERS: Final = 64
-"""Requests that may run at once on the connection of a thread; with each such connection, fewer may run on the one
-between both workers. A thread makes one at a time, but those that it has given up may run on."""
+"""The number of requests that may run at once on a thread connection. Each such connection lowers the limit of the main
+connection by this number. A thread makes one call at a time, but calls that it has given up may run on."""
 _REMEMBERED: Final = 256
-"""How many of the workers that were refused for good are remembered."""
+"""The number of workers refused for good that are remembered."""
 
 
 class Admission:
@@ -48,12 +48,12 @@ class Admission:
         self._agent = connector.agent
         self._context = context
         self._looking: dict[str, asyncio.Task[None]] = {}
-        """The group is asked which workers have these names."""
+        """The tasks that ask the group which workers have these names."""
         self._refused: OrderedDict[int, str] = OrderedDict()
-        """Incarnations that are not, or no more, of an elastic group, and why."""
+        """The incarnations that are not, or no longer, in an elastic group, and the reasons."""
 
     def protocol(self) -> wire.Protocol:
-        """This worker's end of a connection that another process has made."""
+        """Return this worker's end of a connection that another process has made."""
 
         def admit(identity: Identity) -> None:
             if not self._connector.bulk.admit(identity, protocol):
@@ -67,18 +67,18 @@ class Admission:
         if self._agent.is_closing:
             raise Refused(Refusal.CLOSING, f"worker {me.name!r} is shutting down")
         if not self._agent.is_serving:
-            # One that has joined already may call before we know who is in the group, and who we are in it
+            # A worker that has joined already may connect before this one knows the group, and its own id in it
             raise Refused(Refusal.STARTING, f"worker {me.name!r} is still joining its group")
         if THREAD in identity.features:
             self._check_thread(identity)
         elif ONLOOKER not in identity.features:
             self._check_worker(identity, me)
         elif self._agent.peer(identity.name) is not None:
-            # roles go by names, and what workers may do is not for others
+            # roles go by names, and an onlooker must not get the role of a worker
             raise Refused(Refusal.STALE, f"an onlooker has the name of worker {identity.name!r}")
 
     def _check_thread(self, identity: Identity) -> None:
-        """Whether a peer may have one more connection of a thread: only beside the one between both workers."""
+        """Check that a peer may have one more thread connection, which needs a main connection. Raises `Refused`."""
         main = self._connector.main_link(identity)
         if main is None:
             raise Refused(Refusal.STALE, f"worker {identity.name!r} has no connection that this one could belong to")
@@ -106,7 +106,7 @@ class Admission:
         if existing is not None:
             if me.id < identity.id and existing.protocol.role is Role.CONNECTOR:
                 raise Refused(Refusal.DUPLICATE, "a connection exists")
-            # the peer has lost its end of the connection, and we did not notice
+            # the peer has lost its end of the connection, and this worker has not noticed
             existing.abort(WireError("the peer connected anew"))
         elif peer.state is PeerState.CONNECTING and me.id < identity.id:
             raise Refused(Refusal.DUPLICATE, "a connection is being made")
@@ -114,7 +114,7 @@ class Admission:
     # -- elastic groups
 
     def check_membership(self, identity: Identity) -> None:
-        """Return if a worker is known to be of the group. Raises `Refused` if not, for now or for good."""
+        """Return if a worker is known to be in the group. Raises `Refused` if not, for now or for good."""
         reason = self._refused.get(identity.incarnation)
         if reason is not None:
             raise Refused(Refusal.STALE, reason)
@@ -131,12 +131,12 @@ class Admission:
             record = await self._agent.resolve(identity.name)
             if (record.id, record.incarnation) != (identity.id, identity.incarnation):
                 self._refuse(identity, "was taken for dead, and another has its name now")
-            # after the await: others may have told of it meanwhile, which does no harm
+            # the worker may have been added during the await, which does no harm
             self._agent.add_peer(record).is_verified = True
         except UnknownWorkerError:
             self._refuse(identity, "is not in the group: it has left, or was taken for dead")
         except RendezvousError as error:
-            # Nobody can take a name any more: workers that are known keep theirs
+            # No worker can take a name without the store, so known workers keep theirs
             peer = self._agent.peer(WorkerInfo(identity.name, identity.id))
             if peer is not None:
                 peer.is_verified = True

@@ -1,6 +1,7 @@
-"""Further connections for large tensors, the *lanes* beside a connection over TCP: see `transport.striping`.
+"""Further connections for large tensors, the *lanes* of a TCP connection: see `transport.striping`.
 
-Features of the identity tie them together: the main connection has a token, and a lane names the token of its main one.
+Handshake features tie them together: the main connection has a token, and each lane names the token of its main
+connection.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ _LANE: Final = "lane-of:"
 
 
 class BulkConnections:
-    """Opens lanes to peers, and lets theirs in."""
+    """Opens lanes to peers, and accepts theirs."""
 
     def __init__(self, connector: Connector) -> None:
         self._connector = connector
@@ -38,30 +39,30 @@ class BulkConnections:
         self._joining: dict[wire.Protocol, Connection] = {}
         """Lanes in their handshake, each with the connection that it belongs to."""
 
-    # -- this worker's
+    # -- lanes to peers
 
     def token(self, address: str) -> str:
-        """What ties lanes to a new connection to that address; empty if it is to have none."""
+        """Return a token that ties lanes to a new connection to an address; empty if it is to have no lanes."""
         return secrets.token_hex(8) if self._dialer.options.bulk_connections and address.startswith("tcp://") else ""
 
     def features(self, token: str) -> tuple[str, ...]:
-        """Those of a main connection, with its token."""
+        """Return the features of a main connection, with its token."""
         features = self._dialer.identity.features
         return (*features, _MAIN + token) if token else features
 
     async def open(self, main: Connection, address: str, token: str) -> None:
-        """Make the lanes of a connection. Without them it works as well, only not as fast."""
+        """Open the lanes of a connection. If that fails, it works without them, only not as fast."""
         peer = main.peer
         for _ in range(self._dialer.options.bulk_connections):
-            # of what a main connection can do besides, a lane does nothing
+            # a lane has none of the other features of a main connection
             protocol = self._dialer.protocol(Role.CONNECTOR, only(peer), features=(_LANE + token,))
-            # before the handshake: the first chunk may come with its last word
+            # before the handshake: the first chunk may come with its last message
             protocol.join(main.protocol)
             self._joining[protocol] = main
             try:
                 await self._dialer.open(address, protocol)
             except (OSError, WireError) as error:
-                # the main connection may have been lost meanwhile, and the peer knows
+                # if the main connection was lost meanwhile, this is no surprise
                 level = logging.WARNING if main.is_open else logging.DEBUG
                 logger.log(
                     level,
@@ -74,12 +75,12 @@ class BulkConnections:
             finally:
                 self._joining.pop(protocol, None)
 
-    # -- those of peers
+    # -- lanes of peers
 
     def admit(self, identity: Identity, protocol: wire.Protocol) -> bool:
-        """Let a lane of a peer join: only the very connection in whose handshake the peer told of it.
+        """Let a lane of a peer join the connection in whose handshake the peer has sent its token.
 
-        False if it is no lane; raises `Refused`.
+        False if it is no lane; raises `Refused` if there is no such connection.
         """
         token = _feature(identity, _LANE)
         if token is None:
@@ -91,10 +92,10 @@ class BulkConnections:
         self._joining[protocol] = main.connection
         return True
 
-    # -- told by connections
+    # -- called by connections
 
     def opened(self, connection: Connection) -> bool:
-        """A connection has opened; whether it is a lane."""
+        """Use a connection that has opened, if it is a lane; returns whether it is one."""
         main = self._joining.pop(connection.protocol, None)
         if main is None:
             return False
@@ -111,7 +112,7 @@ class BulkConnections:
 
 
 def _feature(identity: Identity, name: str) -> str | None:
-    """What a worker says of itself under that name."""
+    """Return the value of a handshake feature of that name, None if there is none."""
     for feature in identity.features:
         if feature.startswith(name):
             return feature.removeprefix(name)

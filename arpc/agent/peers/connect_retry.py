@@ -1,7 +1,7 @@
-"""Repeated attempts to connect: for calls that wait to be sent, and to find out what became of a peer.
+"""Repeated attempts to connect: for calls that wait to be sent, and to learn whether a peer is lost.
 
-Where the process of a worker has died, nothing listens any more: the first attempt shows that. Of a worker that was
-stopped, or that cannot be reached, nothing is known until its time is over.
+If the process of a worker has died, nothing listens at its address any more, and the first attempt shows that. A worker
+that was stopped, or cannot be reached, is given up only after a timeout.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ __all__ = ["ConnectRetry", "backoff_delays"]
 
 _RETRY_S: Final = 0.02
 _PASSING: Final = frozenset((Refusal.DUPLICATE, Refusal.STARTING))
-"""Refusals after which to try again."""
+"""Refusals after which to retry."""
 _FIRST_S: Final = 0.05
 _LONGEST_S: Final = 1.0
 _FACTOR: Final = 2.0
 
-_random: Final = random.Random()  # noqa: S311 - nobody gains from guessing it
-os.register_at_fork(after_in_child=_random.seed)  # or workers that are forked from one process would all wait alike
+_random: Final = random.Random()  # noqa: S311 - an attacker gains nothing from guessing it
+os.register_at_fork(after_in_child=_random.seed)  # or workers forked from one process would all wait equally long
 
 
 def backoff_delays(dice: random.Random = _random) -> Iterator[float]:
-    """Seconds to wait before each further attempt, without end: longer each time, and never the same for two.
+    """Yield the seconds to wait before each further attempt, without end: growing up to 1 s, with random jitter.
 
     >>> delays = backoff_delays(random.Random(1))
     >>> [round(next(delays), 3) for _ in range(7)]
@@ -51,14 +51,14 @@ def backoff_delays(dice: random.Random = _random) -> Iterator[float]:
 
 
 class _UnansweredError(WireError):
-    """Nobody answered at any address of a worker."""
+    """No address of a worker answered."""
 
     is_deserted = False
-    """Nobody listens at any of them, or there was none to try: there is no point in trying again."""
+    """Whether nothing listens at any address, or there was none to try, so that there is no point in a retry."""
 
 
 class ConnectRetry:
-    """Connects one worker to its peers, with as many attempts as it takes."""
+    """Connects one worker to its peers, with retries."""
 
     def __init__(self, connector: Connector, context: Context) -> None:
         self._connector = connector
@@ -67,10 +67,10 @@ class ConnectRetry:
         self._bulk = connector.bulk
         self._context = context
         self.searches: dict[Peer, asyncio.Task[None]] = {}
-        """For peers whose connection has ended, and that matter."""
+        """The searches for peers whose connection has ended, and that a watcher needs."""
 
     async def connect(self, peer: Peer) -> Connection:
-        """A connection to a peer, made by either side."""
+        """Return a connection to a peer, made by either side. Raises `WireError` if there is none in time."""
         seconds = self._dialer.options.connect_timeout
         delays = backoff_delays()
         failure: Exception | None = None
@@ -81,11 +81,11 @@ class ConnectRetry:
                     try:
                         return await self._connect_once(peer)
                     except Refused as refusal:
-                        # The peer prefers its own connection to us, which is about to come, or is not ready yet
+                        # The peer prefers a connection of its own, which is about to come, or is not ready yet
                         if refusal.kind not in _PASSING:
                             raise
                     except _UnansweredError as error:
-                        # The network may be back in a moment. Calls that wait to be sent wait for that.
+                        # The network may be back in a moment, and calls that are not sent yet can wait for that.
                         if error.is_deserted:
                             raise
                         failure = error
@@ -107,12 +107,12 @@ class ConnectRetry:
         try:
             record = await self._agent.resolve(peer.info.name)
         except GroupNotAskedError as error:
-            record = error.known  # only that very worker is accepted there
-        # the world may have changed meanwhile: the peer may have connected to us
+            record = error.known  # the handshake accepts only that very worker
+        # during the await, the peer may have connected to this worker
         if peer.connection is not None:
             return peer.connection
         peer.refuse_the_dead(record.incarnation)
-        if record.incarnation != peer.incarnation:  # another has come under its name
+        if record.incarnation != peer.incarnation:  # another has taken its name
             self._agent.add_peer(record)
         peer.is_verified = True
 
@@ -134,7 +134,7 @@ class ConnectRetry:
         raise self._unanswered(peer, record, errors)
 
     def _unanswered(self, peer: Peer, record: WorkerRecord, errors: Mapping[str, Exception]) -> _UnansweredError:
-        """What it means that none of a worker's addresses answers, by the errors of those that were tried."""
+        """Return the error for a worker that does not answer, and set `Peer.is_dead`, by the errors per address."""
         tried = ", ".join(record.addresses) or "it has no address"
         reasons = "; ".join(str(error) for error in errors.values())
         if not errors and any(a.startswith("tcp://") and not self._dialer.may_trust(a) for a in record.addresses):
@@ -147,7 +147,7 @@ class ConnectRetry:
         )
         absent = (ConnectionRefusedError, FileNotFoundError)
         unanswered.is_deserted = all(isinstance(error, absent) for error in errors.values())
-        # But an address may be good for others only, as 127.0.0.1 is, and a socket's file be tidied away
+        # But an address may only work for other hosts, such as 127.0.0.1, and a socket's file may have been deleted
         refused = [address for address, error in errors.items() if isinstance(error, ConnectionRefusedError)]
         peer.is_dead = unanswered.is_deserted and any(host_of(address) in peer.hosts for address in refused)
         return unanswered
@@ -155,13 +155,13 @@ class ConnectRetry:
     # -- searches
 
     def begin_search(self, peer: Peer, reason: str, grace_s: float) -> None:
-        """Try to reach a peer whose connection has ended, and give it up after some time."""
+        """Try to reach a peer whose connection has ended, and give it up after ``grace_s`` or if it is dead."""
         if peer not in self.searches:
             search = self._context.copy().run(self._agent.loop.create_task, self._search(peer, reason, grace_s))
             self.searches[peer] = search
 
     def end_search(self, peer: Peer) -> None:
-        """It is known by other ways what became of a peer."""
+        """End the search for a peer, whose state is known by other means."""
         search = self.searches.pop(peer, None)
         if search is not None:
             search.cancel()
@@ -172,7 +172,7 @@ class ConnectRetry:
             async with asyncio.timeout(grace_s):
                 for delay_s in backoff_delays():
                     if await peer.reach() or peer.info != info or peer.state is PeerState.GONE:
-                        return  # the watchers have been told
+                        return  # the watchers have been notified
                     if peer.is_dead:
                         break
                     await asyncio.sleep(delay_s)
@@ -181,7 +181,7 @@ class ConnectRetry:
         finally:
             if self.searches.get(peer) is asyncio.current_task():
                 del self.searches[peer]
-        # the attempt may have been answered in the very moment when time was over
+        # the attempt may have succeeded just when the time was over
         if peer.connection is None and peer.info == info and peer.state is not PeerState.GONE:
             self._connector.give_up(info, reason)
 

@@ -1,8 +1,8 @@
 """Connections of one worker: listening, connecting on first use, and one connection per pair of workers.
 
-`admission` decides which connections are accepted, `dialer` and `connect_retry` make them. Beside the connection
-between two workers there may be further ones: `bulk_connections` for large tensors, and those on which threads of a
-peer make calls, see `link.THREAD`. This module keeps them, and tells of changes.
+`admission` decides which connections are accepted, `dialer` and `connect_retry` make them. Besides the main connection
+between two workers there may be further ones: `bulk_connections` for large tensors, and thread connections, on which
+threads of a peer make calls, see `link.THREAD`. This module keeps them, and notifies watchers of changes.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Connector:
 
     @property
     def _id(self) -> int:
-        """That of this worker, once it has one."""
+        """The id of this worker, once it has one."""
         return self.dialer.identity.id
 
     def identify(self, worker_id: int) -> None:
@@ -81,11 +81,11 @@ class Connector:
         return tuple(self._links.values())
 
     def links_of_threads(self, main: Link) -> list[Link]:
-        """Those of the threads of a peer, which belong to the link between both workers."""
+        """Return the links of the thread connections that belong to a main connection."""
         return [link for link in self._links.values() if link.main is main]
 
     def main_link(self, identity: Identity) -> Link | None:
-        """The open connection to that very worker, to which a further one of it may belong."""
+        """Return the link of the open main connection to exactly this worker, None if there is none."""
         peer = self.agent.peer(WorkerInfo(identity.name, identity.id))
         main = peer.connection if peer is not None else None
         if main is None or not main.is_open or main.peer.incarnation != identity.incarnation:
@@ -95,7 +95,7 @@ class Connector:
     # -- making connections
 
     async def listen(self, addresses: Iterable[str], host: str) -> tuple[str, ...]:
-        """Listen on all addresses; returns them as others must call them. ``host`` names this machine."""
+        """Listen on all addresses; returns them as peers must connect to them. ``host`` names this machine."""
         self.dialer.host = host
         for address in addresses:
             listener = await self.dialer.transport(address).listen(address, lambda: (self.admission.protocol(), self))
@@ -103,7 +103,7 @@ class Connector:
         return tuple(listener.address for listener in self._listeners)
 
     async def connect(self, peer: Peer) -> Connection:
-        """A connection to a peer, made by either side."""
+        """Return a connection to a peer, made by either side."""
         if peer.info.id != self._id:
             return await self.retry.connect(peer)
         near, far = self.dialer.protocol(Role.CONNECTOR), self.dialer.protocol(Role.ACCEPTOR)
@@ -111,7 +111,7 @@ class Connector:
         await connection.wait_opened()
         return connection
 
-    # -- told by connections
+    # -- called by connections
 
     def connection_opened(self, connection: Connection) -> None:
         if self.bulk.opened(connection):
@@ -135,7 +135,7 @@ class Connector:
         main_by_value = not self.same_main(identity.main)
         limit = self._options.max_handlers_per_peer
         self._links[connection] = Link(connection, peer, self.agent.deadlines, limit, main_by_value=main_by_value)
-        # of the two ends of the connection to oneself, calls go out on one only
+        # the connection to itself has both ends here, and calls go out on one only
         if connection.protocol.role is Role.CONNECTOR or identity.id != self._id:
             peer.opened(connection, main_by_value=main_by_value)
             peer.hosts.add(host_of(connection.address))
@@ -145,13 +145,13 @@ class Connector:
                 watcher.peer_connected(peer.info)
 
     def _opened_by_onlooker(self, connection: Connection) -> None:
-        """Keep the connection of an onlooker: a peer that cannot be called, and that no feature hears of."""
+        """Keep the connection of an onlooker: a peer that cannot be called, and that is not reported to features."""
         peer = self.agent.make_peer(WorkerInfo(connection.peer.name, connection.peer.id))
         self._links[connection] = Link(connection, peer, self.agent.deadlines, _ONLOOKER_HANDLERS, is_onlooker=True)
         connection.redirect(self.agent.inspection_received)
 
     def _opened_by_thread(self, connection: Connection) -> None:
-        """Keep the connection of a thread: its requests count among those that the peer may have running."""
+        """Keep a thread connection. Its requests count among those that the peer may have running."""
         main = self.main_link(connection.peer)
         if main is None:
             _turn_away(connection, "the connection that it belongs to has ended")
@@ -168,7 +168,7 @@ class Connector:
         self.bulk.lost(connection)
         link = self._links.pop(connection, None)
         if link is None:
-            # the caller of this worker's own attempt hears of its end, or has given it up
+            # if this worker made the attempt, the code that waits for it gets the error, or has given it up
             if connection.protocol.role is Role.ACCEPTOR:
                 self.refused += 1
                 level = logging.DEBUG if isinstance(error, Refused) else logging.WARNING
@@ -179,17 +179,17 @@ class Connector:
         if isinstance(error, ProtocolError):
             name = peer.info.name
             logger.warning("the connection to worker %s was closed: %s", name, error, extra={"peer": name})
-        self.agent.observers.dropped(link)  # what it asked for and waits will not run
+        self.agent.observers.dropped(link)  # its waiting requests will not run
         link.cancel_all()
         if link.main is not None:
-            # the peer still has the connection that it belongs to
+            # the main connection to the peer is still there
             peer.accepted_from_threads.discard(connection)
             link.main.set_limit(link.main.limit + THREAD_HANDLERS)
             return
         for of_thread in self.links_of_threads(link):
             of_thread.connection.abort(error)
         peer.lost(connection, error, reason=link.goodbye)
-        # one that a newer connection has replaced changes nothing, nor does that of an earlier start of the worker
+        # the end of a connection that was replaced, or of an earlier incarnation of the worker, changes nothing
         is_latest = peer.connection is None and connection.peer.incarnation == peer.incarnation
         if is_latest and not link.is_onlooker and peer.info.id != self._id:
             peer.is_verified = not self.agent.is_elastic
@@ -199,14 +199,14 @@ class Connector:
                 self.seek(peer, str(error) if error is not None else "it closed the connection")
 
     def seek(self, peer: Peer, reason: str) -> None:
-        """Find out what became of a peer that is not connected, if it matters to anyone."""
+        """Try to reach a peer that is not connected, if any watcher needs it, to learn whether it is lost."""
         if not self.agent.is_closing and any(watcher.wants(peer.info) for watcher in self._watchers):
             grace_s = self._options.rref_grace
-            # one that was never met may be about to start, or have many others to meet
+            # a peer that was never connected may still be starting, or connecting to many others
             self.retry.begin_search(peer, reason, grace_s if peer.connects else grace_s + self._options.connect_timeout)
 
     def replaced(self, peer: Peer) -> None:
-        """Another worker has come under the name of a peer, which is about to be told of as the new one."""
+        """End the connection of a peer whose name another worker has taken, and report the peer as lost."""
         self.retry.end_search(peer)
         reason = f"worker {peer.info.name!r} was started again"
         connection = peer.connection
@@ -219,28 +219,28 @@ class Connector:
             self.give_up(peer.info, reason)
 
     def forget(self, worker: WorkerInfo) -> None:
-        """A worker is gone, and remembered no more."""
+        """Notify watchers that a worker that is gone is no longer remembered."""
         for watcher in self._watchers:
             watcher.peer_forgotten(worker)
 
     def give_up(self, info: WorkerInfo, reason: str) -> None:
-        """A worker counts as lost."""
+        """Notify watchers that a worker counts as lost."""
         logger.info("worker %s (id %d) is given up: %s", info.name, info.id, reason)
         for watcher in self._watchers:
             watcher.peer_lost(info, reason)
 
     def same_main(self, main: str) -> bool:
-        """Whether a worker runs the same script, so that functions of ``__main__`` mean the same there."""
+        """Return whether a worker runs the same script, so that functions of ``__main__`` mean the same there."""
         return bool(main) and main == self.dialer.identity.main
 
-    # -- looking
+    # -- state
 
     def open_connections(self) -> list[Connection]:
-        """Those that show whether a peer is alive: a thread does not read its own while it makes no call."""
+        """Return the open connections that show if a peer is alive. Threads read theirs only while they make a call."""
         return [connection for connection, link in self._links.items() if connection.is_open and not link.is_of_thread]
 
     def busy_links(self) -> bool:
-        """Whether handlers run, or requests wait, for any peer. Onlookers are not waited for."""
+        """Return whether handlers run, or requests wait, for any peer. Onlookers do not count."""
         return any(link.is_busy for link in self._links.values() if not link.is_onlooker)
 
     def statistics(self) -> dict[str, Any]:
@@ -261,7 +261,7 @@ class Connector:
         for connection in connections:
             connection.close(reason)
         if connections:
-            # lanes close when the connection has ended that they belong to
+            # lanes close when their main connection has ended
             connections += lanes
             closing = [asyncio.ensure_future(connection.wait_closed()) for connection in connections]
             _, late = await asyncio.wait(closing, timeout=_CLOSE_S)
@@ -274,6 +274,6 @@ class Connector:
 
 
 def _turn_away(connection: Connection, reason: str) -> None:
-    """End a connection whose handshake is done. What came along with the end of that is for nobody."""
+    """End a connection whose handshake is done. Messages that came with the end of the handshake are dropped."""
     connection.redirect(lambda _, __: None)
     connection.abort(Refused(Refusal.CLOSING, reason))

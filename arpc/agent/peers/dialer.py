@@ -1,4 +1,4 @@
-"""Connecting to an address: which addresses of a worker can work from here, and one connection to one of them."""
+"""Connects to workers: finds the addresses that can work from here, and makes one connection to one of them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _PREFERENCE: Final = {"memory": 0, "unix": 1, "tcp": 2}
 
 
 class Dialer:
-    """How one worker reaches others, and under which identity."""
+    """Makes the connections of one worker to others, under its identity."""
 
     def __init__(
         self,
@@ -43,7 +43,7 @@ class Dialer:
         self.options = options
         self.transports = dict(transports)
         self.host = ""
-        """What this machine is called in records."""
+        """The name of this machine in worker records."""
         self._context = context
         self._receiver = receiver
         self._read_layout = read_layout
@@ -57,7 +57,7 @@ class Dialer:
         return transport
 
     def usable(self, record: WorkerRecord) -> list[str]:
-        """The addresses of a worker that can work from here, the best first."""
+        """Return the addresses of a worker that can work from here, the best first."""
         usable: list[tuple[int, str]] = []
         for address in record.addresses:
             scheme, _, rest = address.partition("://")
@@ -71,19 +71,19 @@ class Dialer:
         return [address for _, address in sorted(usable)]
 
     def may_trust(self, address: str) -> bool:
-        """Whether to connect: the peer may run code here, so without a secret or TLS only this host is trusted."""
+        """Return whether to connect: the peer may run code here, so without secret or TLS only this host is trusted."""
         return self.options.is_guarded or self.options.insecure or is_loopback(split_tcp(address)[0])
 
     def protocol(
         self, role: Role, admit: Callable[[Identity], None] = lambda _: None, features: tuple[str, ...] | None = None
     ) -> wire.Protocol:
-        """One end of a connection, which begins with a handshake. ``features``: in the place of the worker's own."""
+        """Return the protocol of one end of a connection, handshake first. ``features`` replace the worker's own."""
         me = self.identity if features is None else msgspec.structs.replace(self.identity, features=features)
         handshake = Handshake(role, me, self.options.secret, admit)
         return wire.Protocol(handshake, self._limits, read_layout=self._read_layout)
 
     async def open(self, address: str, protocol: wire.Protocol) -> Connection:
-        """A connection that is open."""
+        """Connect, and return the connection once it is open. Raises `OSError` or `WireError` if that fails."""
         connect = self.transport(address).connect(address, protocol, self._receiver)
         # a task, so that uvloop runs the connection's callbacks in this worker's context
         made = self._context.run(asyncio.get_running_loop().create_task, connect)
@@ -91,10 +91,10 @@ class Dialer:
             connection = await made
             await connection.wait_opened()
         except (OSError, WireError):
-            raise  # it has ended, or does as soon as the peer has been told why
+            raise  # the connection has ended, or will as soon as the reason is sent to the peer
         except BaseException:
-            # It may have been made in the very moment when it was given up. One that has opened carries calls: a loop
-            # that was busy may run the timer of the attempt before it wakes the task that waits for the connection
+            # It may have been made just when the attempt was given up. A connection that has opened carries calls, so
+            # it is kept: a busy loop may run the attempt's timer before it wakes the task that waits here
             is_made = made.done() and not made.cancelled() and made.exception() is None
             if is_made and not made.result().is_open:
                 made.result().abort(WireError("the attempt was given up"))
@@ -102,7 +102,7 @@ class Dialer:
         return connection
 
     async def is_alive(self, record: WorkerRecord) -> bool:
-        """Whether the worker of a record, in that very incarnation, still answers at its addresses."""
+        """Return whether the worker of a record, in exactly that incarnation, still answers at its addresses."""
         found: list[int] = []
 
         def look(identity: Identity) -> None:
@@ -110,14 +110,14 @@ class Dialer:
             raise Refused(Refusal.STALE, "only looking whether somebody is there")
 
         for address in self.usable(record):
-            with contextlib.suppress(OSError, ArpcError):  # what counts is which worker was found before
+            with contextlib.suppress(OSError, ArpcError):  # only the worker found before that counts
                 async with asyncio.timeout(self.options.connect_timeout):
                     await self.open(address, self.protocol(Role.CONNECTOR, look))
         return record.incarnation in found
 
 
 def only(expected: WorkerRecord | Identity) -> Callable[[Identity], None]:
-    """Accept one worker as the other end of a connection, and not another that has come to its address."""
+    """Return a check that accepts one worker as the peer, and raises `Refused` for another at its address."""
 
     def admit(identity: Identity) -> None:
         if (identity.name, identity.id, identity.incarnation) != (expected.name, expected.id, expected.incarnation):
@@ -127,5 +127,5 @@ def only(expected: WorkerRecord | Identity) -> Callable[[Identity], None]:
 
 
 def host_of(address: str) -> str:
-    """The host in an address, by number or name; nothing for one that is of this host in any case."""
+    """Return the host in an address, by number or name; empty for an address that is always on this host."""
     return split_tcp(address)[0] if address.startswith("tcp://") else ""

@@ -1,4 +1,4 @@
-"""The workers that one worker knows, by name, id and both."""
+"""The peers that one worker knows, by name, id and `WorkerInfo`."""
 
 from __future__ import annotations
 
@@ -25,25 +25,25 @@ class PeerDirectory:
         same_main: Callable[[Any], bool],
         replaced: Callable[[Peer], None],
     ) -> None:
-        """``replaced`` is told of a peer in whose place another worker has come."""
+        """``replaced`` is called with a peer whose name another worker has taken."""
         self.me = me
         self.by_key: dict[Any, Peer] = {}
-        """By name, id and `WorkerInfo`."""
+        """The peers by name, id and `WorkerInfo`."""
         self.is_elastic = is_elastic
-        """Workers this one has never heard of may come."""
+        """Whether the group is elastic: unknown workers may join at any time."""
         self.make = make
         self._same_main = same_main
         self._replaced = replaced
 
     def get(self, to: str | int | WorkerInfo) -> Peer | None:
-        """The peer of that name, id or info, if it is known here."""
+        """Return the peer of that name, id or info, None if it is not known."""
         try:
             return self.by_key.get(to)
         except TypeError:
             return None
 
     def known(self, to: str | int | WorkerInfo) -> Peer:
-        """The peer of that name, id or info. Raises `UnknownWorkerError`."""
+        """Return the peer of that name, id or info. Raises `UnknownWorkerError`, or `TypeError` for another type."""
         peer = self.get(to)
         if peer is None:
             raise self.unknown(to)
@@ -57,20 +57,20 @@ class PeerDirectory:
         return iter(tuple(dict.fromkeys(self.by_key.values())))
 
     def unknown(self, to: Any) -> Exception:
-        """The error of a call to a worker that is not known."""
+        """Return the error of a call to a worker that is not known."""
         if not isinstance(to, str | int | WorkerInfo):
             return TypeError(f"a worker is given by name, id or WorkerInfo, not {type(to).__qualname__}")
         known = ", ".join(sorted(peer.info.name for peer in self))
         return not_run(UnknownWorkerError(f"worker {self.me.name!r} knows no worker {to!r}; it knows {known}"))
 
     def add(self, record: WorkerRecord) -> Peer:
-        """Make a worker known, so that calls can name it."""
+        """Add a worker, so that calls can name it, or update its record; returns its peer."""
         peer = self.by_key.get(record.name)
         if peer is None:
             peer = self.make(record.info)
             peer.is_verified = not self.is_elastic or record.id == self.me.id
         if peer.incarnation is not None and peer.incarnation != record.incarnation:
-            # it came back under its name, as another one
+            # another incarnation has taken the name
             self._replaced(peer)
             for old in (peer.info.id, peer.info):
                 self.by_key.pop(old, None)
@@ -82,15 +82,15 @@ class PeerDirectory:
         return peer
 
     def forget(self, worker: WorkerInfo) -> bool:
-        """Let go of what is kept of a worker that is gone; False if that must stay.
+        """Forget a worker that is gone; False if it must be remembered.
 
-        A group of fixed size has no others. In an elastic one the group is asked should anybody name it again.
+        A group of fixed size gets no other workers. In an elastic one, a later call to this name asks the group again.
         """
         if not self.is_elastic:
             return False
         peer = self.by_key.get(worker.name)
         if peer is not None and peer.info != worker:
-            return True  # another has its name, and all that is kept by name is of that one
+            return True  # another has its name, and everything kept by name belongs to that one
         if peer is not None and not peer.is_at_rest:
             return False
         for key in (worker.name, worker.id, worker):

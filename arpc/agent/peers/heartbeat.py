@@ -1,7 +1,7 @@
-"""Signs of life: a peer that says nothing is asked, and one that does not answer is given up.
+"""Heartbeats: a silent peer gets a ping, and a peer that does not reply is given up.
 
-The question may have to wait on its way behind large messages. While it does, a connection on which bytes arrive is
-alive. Once it has arrived, nothing but an answer shows that: the system takes bytes for a peer that is not there.
+The ping may have to wait on its way behind large messages. While it does, a connection on which bytes reach the peer is
+alive. Once the ping has arrived, only a reply shows that: the system accepts bytes for a peer that is gone.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _SIGN_OF_LIFE: Final = frame(int(MessageType.PONG), 0, 0, 0, 0, b"")
 
 
 class _Seen(NamedTuple):
-    """How a connection was found."""
+    """The state of a connection at the last check."""
 
     heard: int
-    """Bytes received."""
+    """The bytes received."""
     delivered: int
-    """Bytes that the peer has got."""
+    """The bytes that have arrived at the peer."""
     silent_since: float
     asked: int
-    """Up to which byte the peer must have got everything to have been asked; 0 if it was not."""
+    """The number of bytes that must have arrived for the peer to have the ping; 0 if none was sent."""
 
 
 class Heartbeat:
@@ -46,7 +46,7 @@ class Heartbeat:
         self._connector = connector
         self._timeout_s = options.heartbeat_timeout
         self._interval_s = options.heartbeat_interval
-        # often enough to notice a silence soon after it has lasted too long
+        # often enough to notice soon that a silence has lasted too long
         self._period_s = min(self._interval_s, self._timeout_s - self._interval_s) / 2
         self._seen: dict[Connection, _Seen] = {}
         self._expected = 0.0
@@ -74,13 +74,13 @@ class Heartbeat:
         for connection in self._connector.open_connections():
             heard, delivered = connection.bytes_received, connection.count_delivered()
             seen = before.get(connection)
-            # If this loop was busy, or the process stopped, what peers said meanwhile has not been read yet
+            # If this loop was busy, or the process stopped, messages that came meanwhile have not been read yet
             is_heard = seen is None or stalled or seen.heard != heard
             asked = 0 if seen is None or is_heard else seen.asked
             if seen is None or is_heard or seen.delivered < delivered < asked:
                 self._seen[connection] = _Seen(heard, delivered, now, asked)
                 if not connection.protocol.is_between_frames:
-                    # A large message is on its way here, and its sender hears nothing of us before it has arrived
+                    # A large message is arriving, and until it is complete its sender gets no other sign of life
                     connection.send(_SIGN_OF_LIFE)
                 continue
             silence = now - seen.silent_since
@@ -91,7 +91,7 @@ class Heartbeat:
             if silence >= self._interval_s:
                 self.pings_sent += 1
                 connection.send(frame(_PING, 0, self.pings_sent, 0, 0, b""))
-                connection.flush()  # so that it is counted
+                connection.flush()  # so that the ping is counted
                 asked = asked or connection.count_sent()
             self._seen[connection] = _Seen(heard, delivered, seen.silent_since, asked)
 

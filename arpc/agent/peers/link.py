@@ -1,4 +1,4 @@
-"""What an agent keeps about each of its connections, and the interface of those that hear of its peers."""
+"""The state of each connection of an agent, and the interface of features that are notified about its peers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from arpc.transport.connection import Connection
 __all__ = ["ONLOOKER", "THREAD", "Link", "PeerWatcher"]
 
 ONLOOKER: Final = "onlooker"
-"""The feature of a caller that is no worker and only looks: it may send `Inspect` messages, and is no peer."""
+"""The handshake feature of a client that is no worker and only inspects: it may send `Inspect`, and is no peer."""
 THREAD: Final = "line"
-"""The feature of a further connection on which a thread of a worker makes its calls: it carries nothing else."""
+"""The handshake feature of a thread connection, on which a thread of a worker makes its calls, and nothing else."""
 
 
 class Link(Inbound):
-    """What the agent keeps about one connection: whose it is, and what it asked for."""
+    """The agent's state of one connection: its peer, and the requests of the peer."""
 
     def __init__(
         self,
@@ -35,9 +35,9 @@ class Link(Inbound):
         super().__init__(connection, peer.info, deadlines, max_handlers=max_handlers, main_by_value=main_by_value)
         self.peer = peer
         self.is_onlooker = is_onlooker
-        """The peer is no worker, see `ONLOOKER`."""
+        """Whether the peer is no worker, see `ONLOOKER`."""
         self.main = main
-        """The link of the connection between both workers, if this is that of a thread, see `THREAD`."""
+        """The link of the main connection between both workers, if this is a thread connection, see `THREAD`."""
         self.goodbye: str | None = None
         connection.owner = self
 
@@ -47,29 +47,32 @@ class Link(Inbound):
 
 
 class PeerWatcher:
-    """A feature that wants to know which workers can be reached. It hears nothing about this worker itself.
+    """A feature that is notified which workers can be reached. It is not notified about this worker itself.
 
-    One that inherits from it defines what it needs; the methods here do nothing.
+    A subclass overrides the methods that it needs; those here do nothing.
     """
 
     def peer_connected(self, peer: WorkerInfo) -> None:
-        """There is a connection, the first or another one."""
+        """Called when there is a connection, the first or another one."""
 
     def peer_disconnected(self, peer: WorkerInfo, *, has_left: bool) -> None:
-        """The connection is gone. ``has_left``: the peer said goodbye, so it will not come back as the same worker."""
+        """Called when the connection to a peer has ended.
+
+        ``has_left``: the peer said goodbye, so it will not come back as the same worker.
+        """
 
     def wants(self, peer: WorkerInfo) -> bool:
-        """Whether a peer whose connection broke matters here.
+        """Return whether this feature needs a peer whose connection broke.
 
-        If it does to any watcher, the worker tries to reach it, until `peer_connected` or `peer_lost` is called.
+        If any watcher does, this worker tries to reach the peer until `peer_connected` or `peer_lost` is called.
         """
         return False
 
     def peer_lost(self, peer: WorkerInfo, reason: str) -> None:
-        """A peer is dead, has been replaced by another of its name, or was silent for `RpcOptions.rref_grace`.
+        """Called when a peer is dead, was replaced by another of its name, or was silent for `RpcOptions.rref_grace`.
 
-        Not called for a peer that said goodbye. One that was only cut off may connect again, later.
+        Not called for a peer that said goodbye. A peer that was only cut off may connect again later.
         """
 
     def peer_forgotten(self, peer: WorkerInfo) -> None:
-        """A peer that has left or was lost, in an elastic group, need not be remembered: many others went after it."""
+        """Called when a peer of an elastic group that is gone need not be remembered: many others have gone since."""

@@ -14,7 +14,7 @@ _MOST: Final = 20
 
 
 class LogLimit:
-    """Logs so many in a minute, and says later how many it kept to itself."""
+    """Logs at most 20 messages a minute, and later how many more there were."""
 
     def __init__(
         self,

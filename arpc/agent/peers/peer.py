@@ -1,4 +1,4 @@
-"""The other workers: how to reach one, what is under way to it, and when it counts as lost."""
+"""The other workers: how to reach one, the calls in flight to it, and when it counts as lost."""
 
 from __future__ import annotations
 
@@ -43,57 +43,57 @@ logger = get_logger("arpc.peers")
 _CANCEL: Final = int(MessageType.CANCEL)
 _FUNCTION: Final = int(MessageType.FUNCTION)
 _MAIN_NAMES: Final = ("__main__", "__mp_main__")
-# What is this small may use a second window: it must not queue behind tensors
+# Calls up to this size may use a second window, because they must not queue behind tensors
 _SMALL_BYTES: Final = 16 * 1024
 _ANSWER_WEIGHT: Final = 0.1
 _MARGIN: Final = 1.5
 
 
 class PeerState(Enum):
-    """How a peer stands to this worker."""
+    """The state of the connection to a peer."""
 
     IDLE = auto()
     """Not connected; the next call connects."""
     CONNECTING = auto()
     OPEN = auto()
     GONE = auto()
-    """It said goodbye. The next call asks the group whether another has come under its name."""
+    """The peer said goodbye. The next call asks the group whether another worker has taken its name."""
 
 
 MakeError = Callable[[str], Exception]
-"""The error of a call that was under way when its connection ended, by the name of the function."""
+"""Makes the error of a call that was in flight when its connection ended, from the name of the function."""
 
 
 class CountsBytes(Protocol):
-    """A connection, as far as it is counted."""
+    """The byte counters of a connection."""
 
     bytes_received: int
 
     def count_sent(self) -> int:
-        """Bytes sent until now."""
+        """Return the number of bytes sent so far."""
 
 
 class ThreadConnections(Protocol):
-    """The connections that threads of this worker have to a peer for calls of their own.
+    """The thread connections of this worker to a peer, on which its threads make their calls.
 
     The drop-in makes them, see `arpc.compat.blocking_client`. The peer counts their calls among its own.
     """
 
     @property
     def calls_made(self) -> int:
-        """How many calls there have been."""
+        """The number of calls so far."""
 
     def calls(self) -> list[tuple[int, str, float | None]]:
-        """The calls under way: id, name of the function, seconds left if these are limited."""
+        """Return the calls in flight: id, name of the function, seconds left if these are limited."""
 
     @property
     def all(self) -> Collection[CountsBytes]: ...
 
     def lost(self, main: Connection, make_error: MakeError, /) -> None:
-        """End all that belong to a connection between both workers, which has ended, and their calls with an error."""
+        """End the connections that belong to a main connection, which has ended, and fail their calls."""
 
     async def aclose(self, make_error: MakeError, /) -> None:
-        """End all of them, for good."""
+        """End all of these connections, for good, and fail their calls."""
 
 
 class Peer:
@@ -111,33 +111,33 @@ class Peer:
         self.info = info
         self.connection: Connection | None = None
         self.incarnation: int | None = None
-        """Which start of the worker the group, or its last connection, has told of."""
+        """The start of the worker, as reported by the group or by its last connection; None if none is known."""
         self.is_verified = True
-        """The group has said which worker has its name, and there is no reason to ask again."""
+        """Whether the group has confirmed which worker has its name, and need not be asked again."""
         self.is_dead = False
-        """Nobody listened at an address where it is known to have been: its process has ended."""
+        """Whether nothing listened at an address where it is known to have been: its process has ended."""
         self.hosts = {""}
-        """Where it was met, in this start of it, as it or the network calls its host. Empty: this one."""
+        """The hosts where this incarnation was reached, by name or number. The empty one is this host."""
         self.stager = codec.stager_to(info.name)
-        """Takes tensors of calls to it from devices; None if there are none but the CPU."""
+        """Copies tensors of calls from devices; None if there are no devices but the CPU."""
         self.main_by_value = True
         self.function_ids: dict[Any, int] = {}
-        """Functions the peer knows on this connection, by identity."""
+        """The numbers of the functions that the peer knows on this connection."""
         self.in_flight_bytes = 0
         self.in_flight_calls = 0
-        """Counted if calls in flight are limited."""
+        """The number of calls in flight; counted only if that is limited."""
         self.calls = PendingCalls(deadlines, self._expired)
         self.backlog: OrderedDict[int, Call] = OrderedDict()
         """Calls that wait for a connection, for room in the window, or for the end of the turn, by id."""
         self._is_holding = False
-        """Those in the backlog are held, see `hold`."""
+        """Whether the calls in the backlog are held, see `hold`."""
         self.connects = 0
         self.thread_connections: ThreadConnections | None = None
-        """Of threads of this worker that block; None unless there are such."""
+        """The connections of this worker's threads that make blocking calls; None if there are none."""
         self.accepted_from_threads: set[Connection] = set()
-        """Connections that threads of the peer have made."""
+        """The connections that threads of the peer have made."""
         self._answer_s = 0.0
-        """How long the peer takes to answer, if calls in flight are limited: a mean that follows."""
+        """A moving average of the peer's time to answer, if calls in flight are limited."""
         self._definitions: dict[Any, tuple[int, bytes]] = {}
         self._numbers = count(1)
         self._codec = codec
@@ -145,7 +145,7 @@ class Peer:
         self._window_bytes = options.window_bytes
         self._max_in_flight = options.max_calls_in_flight
         self._clear_bytes = -1 if self._max_in_flight else options.window_bytes
-        """A call that keeps the bytes in flight within this has room. -1: none has for sure, calls are counted too."""
+        """A call that keeps the bytes in flight within this has room. -1 (never surely) if calls are counted, too."""
         self._max_waiting = options.max_calls_waiting
         self._timeouts_travel = options.timeouts_travel
         self._connect = connect
@@ -163,12 +163,12 @@ class Peer:
 
     @property
     def must_be_asked_for(self) -> bool:
-        """Another worker may have its name by now: what is packed must be packed for that one."""
+        """Whether to ask the group first: another worker may have its name, and calls are pickled for one worker."""
         return self.connection is None and not self.is_verified
 
     @property
     def calls_made(self) -> int:
-        """How many calls there have been, on whatever connection."""
+        """The number of calls so far, on all connections."""
         threads = self.thread_connections
         return self.calls.made + (0 if threads is None else threads.calls_made)
 
@@ -177,17 +177,17 @@ class Peer:
         return len(self.calls) + len(self.calls_of_threads())
 
     def calls_of_threads(self) -> list[tuple[int, str, float | None]]:
-        """The calls under way on thread connections: id, name of the function, seconds left if these are limited."""
+        """Return the calls in flight on thread connections: id, function name, seconds left if these are limited."""
         return [] if self.thread_connections is None else self.thread_connections.calls()
 
     @property
     def is_at_rest(self) -> bool:
-        """There is no connection, none is being made, and nothing waits for one."""
+        """Whether there is no connection, none is being made, and no call waits or is in flight."""
         is_connected = self.connection is not None or self._connecting is not None
         return not (is_connected or self.backlog or self.calls_in_flight or self.connections())
 
     def connections(self) -> list[CountsBytes]:
-        """All that lead to it or come from it."""
+        """Return all connections to and from the peer."""
         main = () if self.connection is None else (self.connection,)
         threads = () if self.thread_connections is None else self.thread_connections.all
         return [*main, *self.accepted_from_threads, *threads]
@@ -195,11 +195,11 @@ class Peer:
     # -- functions
 
     def definition(self, function: Any) -> tuple[int, bytes] | None:
-        """Number and pickle of a function that has been defined. From any thread."""
+        """Return the number and the pickle of a function that has been defined, else None. Called in any thread."""
         return self._definitions.get(function)
 
     def define(self, function: Any) -> int:
-        """The number of a function that the peer can import, 0 for one that must travel by value with each call."""
+        """Return the number of a function that the peer can import, 0 for one that travels by value with each call."""
         try:
             known = self._definitions.get(function)
         except TypeError:
@@ -208,7 +208,7 @@ class Peer:
             name = importable_name(function)
             if name is None or (name[0] in _MAIN_NAMES and self.main_by_value):
                 return 0
-            # pickled before it gets a number: a failure must not leave a number nobody knows
+            # pickled before it gets a number: a failure must not leave a number that the peer does not know
             payload, slots = self._codec.pickler.dumps(function)
             if slots:
                 return 0
@@ -221,9 +221,9 @@ class Peer:
     # -- calls
 
     def submit(self, call_id: int, call: Call, content: Content, *, may_pass: bool = False) -> None:
-        """Send a call now, or when there is a connection and room; `OverloadedError` if too many wait for that.
+        """Send a call now, or when there is a connection and room. Raises `OverloadedError` if too many wait already.
 
-        ``may_pass``: it has room, and passes those that wait.
+        ``may_pass``: there is room for it, and it overtakes calls that wait.
         """
         connection = self.connection
         if connection is None or (
@@ -242,16 +242,16 @@ class Peer:
         call.bulk = connection.send_message(call.type, call.flags, call_id, call.function_id, call.timeout_ms, content)
 
     def _way_past(self, call: Call) -> Connection | None:
-        """The connection for a call that finds something in its way; None if it has to wait."""
+        """Return the connection for a call that may not have room, or finds others waiting; None if it has to wait."""
         if self._is_holding:
             self.drain()
         size_bytes = call.size_bytes
-        # small calls pass those that wait for room
+        # small calls overtake those that wait for room
         is_next = not self.backlog or size_bytes <= _SMALL_BYTES
         return self.connection if is_next and self._has_room(size_bytes) else None
 
     def _wait(self, call_id: int, call: Call, content: Content) -> None:
-        """Keep a call until there is a connection, and room; `OverloadedError` if too many wait already."""
+        """Queue a call until there is a connection, and room. Raises `OverloadedError` if too many wait already."""
         if len(self.backlog) >= self._max_waiting:
             self.calls.pop(call_id)
             text = f"{call.name} was not sent to worker {self.info.name!r}: {len(self.backlog)} calls wait already"
@@ -273,22 +273,22 @@ class Peer:
         self.backlog[call_id] = call
 
     def held(self, call_id: int) -> Call | None:
-        """A call that is held, and has not ended."""
+        """Return a call that is held and has not ended, else None."""
         return self.backlog.get(call_id) if self._is_holding else None
 
     def _has_room(self, size_bytes: int) -> bool:
-        """Whether a call of that size need not wait for others to end."""
+        """Return whether a call of that size need not wait for others to end."""
         if self._max_in_flight and self.in_flight_calls >= self._max_in_flight:
             return False
         limit = self._window_bytes if size_bytes > _SMALL_BYTES else 2 * self._window_bytes
         if self.in_flight_bytes and self.in_flight_bytes + size_bytes > limit:
             return False
         connection = self.connection
-        # of calls that were given up, the bytes may still be here
+        # bytes of calls that were given up may still be unsent
         return connection is None or not connection.is_congested or connection.unsent_bytes <= limit
 
     def release(self, call: Call) -> None:
-        """A call that was sent has ended: others may be sent in its place."""
+        """Give back the window of a sent call that has ended, and send others in its place."""
         self.in_flight_bytes -= call.size_bytes
         if call.sent_at:
             self.in_flight_calls -= 1
@@ -297,25 +297,25 @@ class Peer:
             self.drain()
 
     def drain(self) -> None:
-        """Send what waited or was held, as far as there is room."""
+        """Send calls that waited or were held, as far as there is room."""
         was_held, self._is_holding = self._is_holding, False
         while self.connection is not None and self.backlog:
             call_id, call = next(iter(self.backlog.items()))
             if not (is_done := call.recipient.done()) and not self._has_room(call.size_bytes):
                 return
             del self.backlog[call_id]
-            if is_done:  # completed by hand while it waited, or about to be taken out
+            if is_done:  # completed by other code while it waited, or about to be removed
                 self.calls.pop(call_id)
             elif self._max_in_flight and not was_held and self._comes_too_late(call_id):
                 self.calls.pop(call_id)
                 call.recipient.set_exception(self._too_late(call))
             else:
                 content, call.content = call.content, None
-                assert content is not None  # it waited
+                assert content is not None  # kept while the call waited
                 self.submit(call_id, call, content, may_pass=True)
 
     def _comes_too_late(self, call_id: int) -> bool:
-        """Whether a call that has waited has not enough time left to be answered: the peer would work in vain."""
+        """Return whether a call that waited has too little time left to be answered: the peer would work in vain."""
         tick = call_id >> SEQUENCE_BITS
         return tick != NEVER and self._deadlines.time_of(tick) - self._deadlines.now() < _MARGIN * self._answer_s
 
@@ -327,13 +327,13 @@ class Peer:
         return not_run(OverloadedError(text))
 
     def cancel(self, call_id: int) -> None:
-        """The caller no longer waits for a call."""
+        """Cancel a call, because the caller no longer waits for it."""
         call = self.calls.pop(call_id)
         if call is not None:
             self._abandon(call_id, call)
 
     def _abandon(self, call_id: int, call: Call, *, is_told: bool = True) -> None:
-        """Give up a call. ``is_told``: the peer hears of it, if it has the call."""
+        """Give up a call. ``is_told``: the peer is notified, if it has the call."""
         connection = call.connection
         if connection is None:
             self.backlog.pop(call_id, None)
@@ -351,7 +351,7 @@ class Peer:
         self.release(call)
 
     def _expired(self, calls: dict[int, Call]) -> None:
-        """The time of calls has come."""
+        """Fail calls whose deadline has passed."""
         for call in calls.values():
             if not call.recipient.done():
                 was_sent = call.connection is not None
@@ -360,7 +360,7 @@ class Peer:
                 text = f"{call.name} {where} worker {self.info.name!r} and did not end within its timeout{seconds}"
                 error = RpcTimeoutError(text)
                 call.recipient.set_exception(error if was_sent else not_run(error))
-        # Only now: what one of them gives back must not be used to send another
+        # Only now: the window that one of them gives back must not be used to send another
         for call_id, call in calls.items():
             self._abandon(call_id, call, is_told=self._timeouts_travel)
 
@@ -377,7 +377,7 @@ class Peer:
                 raise
 
     async def reach(self) -> bool:
-        """Whether there is a connection, after an attempt to have one."""
+        """Try once to connect, if need be; returns whether there is a connection."""
         self._wake()
         if self._connecting is not None:
             await asyncio.wait([self._connecting])
@@ -396,11 +396,11 @@ class Peer:
             await self._connect(self)
         except asyncio.CancelledError:
             raise
-        except Exception as error:  # noqa: BLE001 - whatever it was, those who wait must hear of it
+        except Exception as error:  # noqa: BLE001 - calls that wait fail with it, whatever it is
             failure = error
         finally:
             self._connecting = None
-        # Connections from the other side may have come, and gone, meanwhile
+        # Connections from the peer may have come, and gone, meanwhile
         if self.connection is not None:
             return
         if failure is not None:
@@ -409,7 +409,7 @@ class Peer:
             self._wake()
 
     def not_reached(self, error: Exception) -> Exception:
-        """What a call raises that could not be sent, because of an error."""
+        """Return the error of a call that could not be sent because of ``error``."""
         if self._gone_because and isinstance(error, WorkerLostError | UnknownWorkerError):
             return WorkerLostError(self._gone_because, self.info.name, may_have_run=False)
         if isinstance(error, AuthenticationError):
@@ -423,19 +423,19 @@ class Peer:
         return made
 
     def refuse_the_dead(self, incarnation: int) -> None:
-        """Raise `WorkerLostError` if this is the worker that has left, still listed in the group."""
+        """Raise `WorkerLostError` if this incarnation is the one that has left, still listed in the group."""
         if self._gone_because and incarnation == self.incarnation:
             raise WorkerLostError(self._gone_because, self.info.name, may_have_run=False)
 
     def opened(self, connection: Connection, *, main_by_value: bool) -> None:
-        """There is a connection, made by either side."""
+        """Use a connection that has opened, made by either side."""
         self.connection = connection
         self._connected.set()
         self.incarnation = connection.peer.incarnation
         self.is_dead = False
         self._gone_because = ""
         if main_by_value:
-            # It may have run this script in an earlier life, and run another one now
+            # An earlier incarnation may have run this script, and the present one another
             of_main = [function for function in self._definitions if function.__module__ in _MAIN_NAMES]
             for function in of_main:
                 del self._definitions[function]
@@ -447,7 +447,7 @@ class Peer:
         self.drain()
 
     def lost(self, connection: Connection, error: Exception | None, *, reason: str | None) -> None:
-        """A connection has ended. ``reason`` says why the peer left, if it did."""
+        """Fail the calls of a connection that has ended. ``reason``: why the peer has left; None if it has not."""
         sent = [(call_id, call) for call_id, call in self.calls if call.connection is connection]
         if connection is self.connection:
             self.connection = None
@@ -461,8 +461,8 @@ class Peer:
             self.thread_connections.lost(connection, make_error)
         for call_id, call in sent:
             if self.calls.pop(call_id) is None:
-                continue  # it has ended meanwhile, by what the end of another one set off
-            # not `release`: how long these have waited says nothing of how long the peer takes to answer
+                continue  # it has ended meanwhile, as a consequence of the end of another one
+            # not `release`: the time that these have waited is no measure of the peer's time to answer
             self.in_flight_bytes -= call.size_bytes
             if call.sent_at:
                 self.in_flight_calls -= 1
@@ -474,15 +474,15 @@ class Peer:
             self.drain()  # another connection is open already
 
     def lost_with(self, error: Exception | None, reason: str | None, function: str) -> WorkerLostError:
-        """The error of a call that was under way on a connection when that ended."""
+        """Return the error of a call that was in flight on a connection when that ended."""
         how = f"was lost: {error or 'it closed the connection'}" if reason is None else f"has left: {reason}"
         failure = WorkerLostError(f"worker {self.info.name!r} {how} ({function} may have run)", self.info.name)
         failure.__cause__ = error
         return failure
 
     def succeeded_by(self, info: WorkerInfo) -> None:
-        """Another worker has come under its name."""
-        # What waits was packed for the one before: the RRefs and autograd contexts in it mean nothing to this one
+        """Let this peer stand for another worker, which has taken the name."""
+        # Waiting calls were pickled for the worker before: their RRefs and autograd contexts mean nothing to this one
         lost, self.info = self.info.name, info
         self._fail_backlog(
             lambda: WorkerLostError(
@@ -504,18 +504,18 @@ class Peer:
                 call.recipient.set_exception(make_error())
 
     def abandon(self) -> None:
-        """The loop is closed, and nothing can end any more."""
+        """Drop all calls, because the loop is closed and none of them can end any more."""
         self.calls.clear()
         self._clear()
         self.in_flight_bytes = self.in_flight_calls = 0
 
     def _clear(self) -> None:
-        """Keep no call that has not been sent."""
+        """Drop the calls that have not been sent."""
         self.backlog = OrderedDict()
         self._is_holding = False
 
     async def aclose(self) -> None:
-        """End whatever is left: this worker shuts down."""
+        """Fail all calls that are left, because this worker shuts down."""
         task = self._connecting
         if task is not None:
             task.cancel()
@@ -549,5 +549,5 @@ def _shut_down_before(function: str) -> ShutdownError:
 
 
 def unsendable(function: Any, error: Exception) -> SerializationError:
-    """The error for a function that cannot be pickled."""
+    """Return the error for a function that cannot be pickled."""
     return not_run(SerializationError(f"the function {name_of(function)} cannot be sent: {text_of(error)}"))

@@ -1,1 +1,1 @@
-"""The answering side of a worker: from a request to a handler, and from its outcome to one reply."""
+"""The serving side of a worker: runs a handler for each request, and sends its outcome as one reply."""

@@ -1,4 +1,4 @@
-"""Runs what callers ask for: coroutines, plain functions in threads, generators. Whatever happens becomes one reply."""
+"""Runs requests: coroutines, plain functions in threads, generators. Every outcome becomes exactly one reply."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ _Handle = Callable[[Inbound, Message], None]
 
 
 class CreationService(Protocol):
-    """How a feature takes messages that name a function, as requests do."""
+    """Handles the messages of a feature that, like requests, name a function."""
 
     def admit(self, run: Run, message: Message) -> Creation | None:
-        """What is to run; None if nothing is to run. Takes what is its own out of ``run.meta``.
+        """Return the creation to run; None if there is nothing to run.
 
-        Raises `ProtocolError` if that is not there.
+        Removes the feature's own metadata from ``run.meta``. Raises `ProtocolError` if it is not there.
         """
 
 
@@ -80,9 +80,9 @@ class Dispatcher:
         self._copy_context = context.copy
         self.calls_refused = 0
         self.is_closed = False
-        """The worker shuts down: handlers that are cancelled now are cancelled for that reason."""
+        """Whether the worker shuts down, which is then the reason why handlers are cancelled."""
         self.is_watched = False
-        """A meter or observers hear of every request."""
+        """Whether a meter or observers are notified of every request."""
 
     @property
     def calls_handled(self) -> int:
@@ -91,9 +91,9 @@ class Dispatcher:
     # -- the start of a request
 
     def request_received(self, inbound: Inbound, message: Message) -> None:
-        """Run a call, or keep it packed while its caller does not take replies or has too many others running."""
+        """Run a call, or queue it, still pickled, while its caller does not read replies or has too many running."""
         if message.id == inbound.latest_id:
-            return  # it came twice, and runs once
+            return  # a duplicate: the request runs once
         inbound.latest_id = message.id
         function = inbound.functions.get(message.arg)
         if (
@@ -108,53 +108,53 @@ class Dispatcher:
             self.launch(self._run(inbound, function, message))
 
     def queue_of(self, inbound: Inbound) -> RequestQueue:
-        """Where requests of a connection wait."""
+        """Return the queue in which requests of a connection wait, created on first use."""
         if inbound.queue is None:
             inbound.queue = RequestQueue(self, inbound)
         return inbound.queue
 
     def readmit(self, inbound: Inbound) -> None:
-        """Requests of a connection may have room again."""
+        """Start requests of a connection that may have room again."""
         if inbound.queue is None:
             inbound.look_for_room()
         else:
             inbound.queue.readmit()
 
     def start(self, inbound: Inbound, message: Message, arrived_ns: int = 0, *, is_counted: bool = False) -> None:
-        """Run a call now. ``is_counted``: there is room for its large result, and it may go to a thread."""
+        """Run a call now. ``is_counted``: there is room for its large result, and it may have a thread."""
         run = self._run(inbound, inbound.function_of(message), message, arrived_ns)
         run.is_stream = bool(message.flags & _STREAM)
         run.is_counted = is_counted
         self.launch(run)
         if run.is_counted and (run.ended or run.function.mode is not _THREAD):
-            run.leave_window()  # its arguments could not be unpacked, or have to be waited for
+            run.leave_window()  # its arguments could not be unpickled, or have to be waited for
 
     def _run(self, inbound: Inbound, function: Function, message: Message, arrived_ns: int = 0) -> Run:
-        """A request, with a context of its own. ``arrived_ns``: when it came, if it has waited since."""
+        """Return the `Run` of a request, with its own context. ``arrived_ns``: its arrival, if it has waited since."""
         content = message if message.body or message.memory else None
         run = Run(self, inbound, function, message.id, message.timeout_ms, self._copy_context(), content)
         if self.is_watched:
             run.arrived_ns = arrived_ns or _now_ns()
             if self.observers.installed:
-                run.context.run(current_scope.set, run)  # observers look for it
+                run.context.run(current_scope.set, run)  # observers read it
                 self.observers.watch(run, message)
         return run
 
     def launch(self, run: Run) -> None:
-        """Run it in the way of its function."""
+        """Run a request in the mode of its function."""
         mode = run.function.mode
         if mode is _COROUTINE:
-            self.tasks.start(run)  # which builds its arguments
+            self.tasks.start(run)  # this unpickles its arguments, too
             return
-        # Arguments are built on the loop, to which interceptors belong
+        # Arguments are unpickled on the loop, to which interceptors belong
         try:
             if mode is not _THREAD:
                 self._check(run)
             run.context.run(prepare, run)
-            mode = run.function.mode  # the function may have come with them, or has to wait for one of them
+            mode = run.function.mode  # the function may have come with the arguments, or has to wait for one of them
             if mode is not _THREAD:
                 self._check(run)
-        except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
+        except BaseException as error:  # noqa: BLE001 - unpickling runs user code; any error is sent to the caller
             self.replies.refused(run, error)
             return
         if mode is _COROUTINE:
@@ -166,7 +166,7 @@ class Dispatcher:
 
     @staticmethod
     def _check(run: Run) -> None:
-        """Raise why a request cannot run."""
+        """Raise the reason why a request cannot run, if there is one."""
         function = run.function
         if function.error is not None:
             raise function.error.with_traceback(None)
@@ -176,18 +176,18 @@ class Dispatcher:
             raise TypeError(f"{run.name} is a generator: call it with arpc.stream")
 
     def refuse(self, inbound: Inbound, message: Message) -> None:
-        """Answer a request that came too late: this worker is being closed."""
+        """Answer a request with a `ShutdownError`, because this worker is shutting down."""
         error = ShutdownError(f"worker {self.name!r} is shutting down")
         self.replies.fail(inbound, message.id, FailureKind.SHUTDOWN, error)
 
     def reject(self, inbound: Inbound, message: Message, error: Exception) -> None:
-        """Answer a request with an error; nothing of it is looked at."""
+        """Answer a request with an error, without reading its content."""
         self.replies.refused(self._run(inbound, NOT_KNOWN, message), error)
 
     # -- messages of features
 
     def serve(self, message_class: type[Message], function: Callable[..., Any]) -> _Handle:
-        """Run one function for each message of a class, whatever the message calls. They never wait for room."""
+        """Return a handler that runs one function for each message of a class. Such messages are never queued."""
         served = Function(function)
         if isinstance(function, Prompt):
             served.mode = _INLINE
@@ -200,11 +200,11 @@ class Dispatcher:
         return handle
 
     def serve_creations(self, service: CreationService) -> _Handle:
-        """Give messages that name a function, as requests do, to a feature.
+        """Return a handler that passes messages that name a function, as requests do, to a feature.
 
-        They never wait for room: others that run may wait for what they bring.
+        Such messages are never queued, because running handlers may wait for the values that they create.
         """
-        kept = ResultSizes()  # what these functions return stays here
+        kept = ResultSizes()  # the results of these functions stay on this worker
 
         def handle(inbound: Inbound, message: Message) -> None:
             run = self._run(inbound, inbound.function_of(message), message)
@@ -219,7 +219,7 @@ class Dispatcher:
                 return
             run.creation = creation
             if not run.meta and run.handling is None and not message.body:
-                run.message = None  # it had the feature's own metadata alone: there is nothing to unpack
+                run.message = None  # it had only the feature's own metadata: there is nothing to unpickle
             self.launch(run)
 
         return handle
@@ -227,9 +227,9 @@ class Dispatcher:
     # -- functions
 
     async def call(self, function: Function, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What a function returns, run in its own way, for a coroutine that stands in its place.
+        """Run a function in its own mode, for a coroutine that stands in its place, and return its result.
 
-        A generator is returned as it is, not begun.
+        A generator is returned without being started.
         """
         if function.mode is _THREAD:
             result = await self.threads.call(partial(copy_context().run, function.call, *args, **kwargs))
@@ -237,7 +237,7 @@ class Dispatcher:
             result = function.call(*args, **kwargs)
         if function.returns_future:
             return await await_future(result, function.name)
-        # not asyncio.iscoroutine, to which a generator is one
+        # not asyncio.iscoroutine, which is true for generators, too
         return await result if is_coroutine(result) else result
 
     # -- ways to run
@@ -245,7 +245,7 @@ class Dispatcher:
     def _run_inline(self, run: Run) -> None:
         try:
             result = torchstate.call_isolated(run.context.run, run.call)
-        except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
+        except BaseException as error:  # noqa: BLE001 - unpickling runs user code; any error is sent to the caller
             self.replies.raised(run, error)
         else:
             self.replies.returned(run, result)
@@ -258,14 +258,14 @@ class Dispatcher:
             self.queue_of(inbound).submit(job)
         else:
             if (
-                not (function.returns_future or run.is_stream or run.arrived_ns)  # nobody has to hear of its end
+                not (function.returns_future or run.is_stream or run.arrived_ns)  # the loop has no work at its end
                 and (not run.meta or (run.creation is None and self.codec.replies_in_thread(run.meta)))
             ):
                 job.replies = inbound.thread_replies or self._share_writing(inbound)
             self.threads.submit(job.work, function.quickness.is_quick, not inbound.connection.is_reading)
 
     def _share_writing(self, inbound: Inbound) -> ThreadReplies | None:
-        """Where threads put the answers to a connection's requests; None if it can be written by the loop alone."""
+        """Return the outbox for replies of threads on a connection; None if only the loop can write to it."""
         write_lock = inbound.connection.share_writing()
         if write_lock is not None:
             encode = partial(self.replies.encode, intercept=self.codec.reply_sent_in_thread)

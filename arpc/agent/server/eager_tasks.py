@@ -2,11 +2,11 @@
 
 **Why not simply a Task each.** Most handlers never wait for anything, and the Task is then the largest part of their
 cost. So the first step of a handler runs at once, on behalf of an idle Task that is waiting for work. If the handler
-finishes in that step, nothing was scheduled and the Task stays idle. If it waits, the Task carries it to its end. The
+finishes in that step, nothing was scheduled and the Task stays idle. If it waits, the Task runs the rest of it. The
 handler cannot tell: ``asyncio.current_task()`` is that Task from the first line to the last, cancelling it works, and
 contextvars are its own because every step runs in a Context made for it. (Python 3.12 calls this eager start.)
 
-**Torch's thread-local state** (grad mode and so on) is put in place before each step and taken away after it.
+**Torch's thread-local state** (grad mode and so on) is set before each step and removed after it.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _is_grad_enabled = torch.is_grad_enabled
 
 @torchstate.isolating_driver
 def _step(run: Run, step: Callable[[Any], Any], value: Any) -> Any:
-    """One further step. The thread's own state is set aside meanwhile, whatever it is."""
+    """Run one further step of a coroutine. The thread's own torch state is saved before, and restored after it."""
     outer = None if _is_pristine() else torchstate.save_and_reset()
     state = run.state
     if state is not None:
@@ -47,7 +47,7 @@ def _step(run: Run, step: Callable[[Any], Any], value: Any) -> Any:
     try:
         return run.context.run(step, value)
     finally:
-        value = None  # an error that was thrown in has this frame in its traceback: they would keep each other
+        value = None  # the traceback of an error that was thrown in refers to this frame: a cycle
         if not _is_pristine():
             run.state = torchstate.save_and_reset()
         if outer is not None:
@@ -56,9 +56,9 @@ def _step(run: Run, step: Callable[[Any], Any], value: Any) -> Any:
 
 @generator_coroutine
 def _drive(run: Run, waits_for: Any) -> Generator[Any, Any, Any]:
-    """Carry on with a coroutine that waits for something; what it waits for goes to the Task.
+    """Run the rest of a coroutine that waits. The future that it waits for is yielded to the Task.
 
-    Nobody else may keep that: a future that fails keeps its error, and the error the frames that it has passed.
+    Nothing else may keep that future: if it fails it keeps its error, and the error the frames that it has passed.
     """
     step: Callable[[Any], Any]
     coroutine: Any = run.coroutine
@@ -69,20 +69,20 @@ def _drive(run: Run, waits_for: Any) -> Generator[Any, Any, Any]:
         except StopIteration as stop:
             return stop.value
     if run.task is not None and type(coroutine) is CoroutineType:
-        # `python -m asyncio ps` sees frames of the Task, and none of the coroutine that is stepped by hand
+        # `python -m asyncio ps` shows frames of the Task, but none of the coroutine that is stepped by hand
         run.task.set_name(coroutine.__qualname__)
     while True:
         try:
             value = yield waits_for
         except GeneratorExit:
-            # its blocks end in its own context and state, as in any other step
+            # its `with` blocks end in its own context and state, as in any other step
             _step(run, lambda _: coroutine.close(), None)
             raise
-        except BaseException as error:  # noqa: BLE001 - thrown in by the Task, for the coroutine
+        except BaseException as error:  # noqa: BLE001 - the Task throws it in, and it is passed to the coroutine
             step, value = coroutine.throw, error
         else:
             step = coroutine.send
-        waits_for = None  # a future that has failed leads to this frame, too, by the traceback of its error
+        waits_for = None  # the traceback of a failed future's error refers to this frame, too
         try:
             waits_for = _step(run, step, value)
         except StopIteration as stop:
@@ -92,7 +92,7 @@ def _drive(run: Run, waits_for: Any) -> Generator[Any, Any, Any]:
 
 
 def _tell(told: Callable[[Any, Any], None], run: Run, outcome: Any) -> None:
-    """Tell how a request ended, from within a Task: on a thread whose state may be that of other code."""
+    """Report the outcome of a request from within a Task, where the thread's torch state may be that of other code."""
     if _is_pristine():
         told(run, outcome)
     else:
@@ -100,7 +100,7 @@ def _tell(told: Callable[[Any, Any], None], run: Run, outcome: Any) -> None:
 
 
 class _IdleTask:
-    """A Task that waits for a request that has to wait."""
+    """An idle Task, ready to run the rest of a request that has to wait."""
 
     __slots__ = ("run", "task", "waits_for", "wake_up")
 
@@ -125,14 +125,14 @@ class EagerTasks:
 
     @torchstate.isolating_driver
     def start(self, run: Run) -> None:
-        """Run a request, at once if possible. Must not be called from a Task. Torch's state must be pristine."""
+        """Run a request, at once if possible, which it is not within a Task. Torch's state must be pristine."""
         loop = self._loop
         try:
             idle_task = self.idle[-1]
             task = idle_task.task
             enter_task(loop, task)
         except (IndexError, RuntimeError):
-            # There is none, or this was called from within a Task after all: no harm, only slower
+            # There is no idle Task, or this was called from within a Task: no harm, only slower
             self._start_task(run)
             return
         told: Callable[[Any, Any], None]
@@ -141,24 +141,24 @@ class EagerTasks:
             waits_for = run.context.run(coroutine.send, None)
         except StopIteration as stop:
             told, outcome = run.host.replies.returned, stop.value
-        except BaseException as error:  # noqa: BLE001 - it is the caller's
+        except BaseException as error:  # noqa: BLE001 - it is sent to the caller
             told, outcome = run.host.replies.raised, error
         else:
             leave_task(loop, task)
             self._carry_on(run, waits_for)
             return
         leave_task(loop, task)
-        # The blocks it was in have ended with it. Left are the two things that people switch without a block.
+        # Its `with` blocks have ended. Users change only two settings without a block: grad mode and default device.
         if not _is_grad_enabled() or _count_function_modes():
             torchstate.save_and_reset()
         if idle_task.wake_up.done():
-            # The handler cancelled its own task: that must not reach the next one
+            # The handler has cancelled its own Task, which must not affect the next handler
             self.idle.pop()
             self._more()
         told(run, outcome)
 
     def _carry_on(self, run: Run, waits_for: Any) -> None:
-        """The first step, taken on behalf of the last of `idle`, was not the only one."""
+        """Let the last Task of `idle`, on behalf of which the first step ran, run the rest of a request."""
         if not _is_pristine():
             run.state = torchstate.save_and_reset()
         self.carried += 1
@@ -173,14 +173,14 @@ class EagerTasks:
         self._more()
 
     def _more(self) -> None:
-        """Have an idle task ready for the next request. One at a time: a burst of those that wait gets plain Tasks."""
+        """Start an idle Task for the next request. One at a time: a burst of waiting requests gets plain Tasks."""
         if ENTERS_TASKS and len(self.idle) + self._starting < _IDLE_MAX and not self._closed:
             self._starting += 1
             idle_task = _IdleTask(self._loop)
             idle_task.task = self._own(asyncio.Task(self._wait_for_run(idle_task), loop=self._loop))
 
     def _own(self, task: asyncio.Task[Any]) -> asyncio.Task[Any]:
-        # Tasks are made here without the loop's factory: it would keep torch's state apart a second time
+        # Tasks are created without the loop's factory, which would isolate torch's state a second time
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
@@ -202,7 +202,7 @@ class EagerTasks:
                 self.idle.remove(idle_task)
             return
         if cancelled is not None:
-            # cancelled between its first step and now: what it waits for is told, and then the handler
+            # cancelled between its first step and now: the future that it waits for is cancelled, then the handler
             idle_task.waits_for = self._cancelled_wait(idle_task.waits_for)
         steps = _drive(run, idle_task.waits_for)
         idle_task.waits_for = None  # see `_drive`
@@ -211,7 +211,7 @@ class EagerTasks:
     def _cancelled_wait(self, waits_for: Any) -> Any:
         if waits_for is not None:
             if waits_for.cancel():
-                return waits_for  # which ends in its own time, and the handler hears of it then, as in any Task
+                return waits_for  # when it ends, which may take a while, the handler is cancelled, as in any Task
             mark_awaited(waits_for, is_awaited=False)
         stopped = self._loop.create_future()
         stopped.cancel()
@@ -238,13 +238,13 @@ class EagerTasks:
     async def _finish(run: Run, steps: Awaitable[Any]) -> None:
         try:
             result = await steps
-        except BaseException as error:  # noqa: BLE001 - thrown in by the Task, for the coroutine
+        except BaseException as error:  # noqa: BLE001 - it is sent to the caller
             _tell(run.host.replies.raised, run, error)
         else:
             _tell(run.host.replies.returned, run, result)
 
     async def aclose(self) -> None:
-        """Cancel whatever is carried, and wait for its end, but not for ever: a handler may refuse to be cancelled."""
+        """Cancel all handlers, and wait for their end, but not for ever: a handler may refuse to be cancelled."""
         self._closed = True
         self.idle.clear()
         tasks = [task for task in self._tasks if task is not asyncio.current_task()]

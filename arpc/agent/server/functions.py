@@ -1,4 +1,4 @@
-"""What can be called, and how each kind of callable is run."""
+"""The functions that peers can call, and how each kind of callable is run."""
 
 from __future__ import annotations
 
@@ -32,20 +32,21 @@ __all__ = [
 
 F = TypeVar("F", bound=Callable[..., Any])
 
-# A function that took less than this that many times in a row is quick
+# A function is quick once it has taken less than `_QUICK_S` in `_QUICK_CALLS` calls in a row
 _QUICK_S: Final = 20e-6
 _QUICK_CALLS: Final = 8
 _WEIGHT: Final = 8
-"""A function whose results become small counts as large for some more of them, about 30 after one of 4 MB."""
+"""The weight of earlier results in the expected size: it takes about 30 small ones after 4 MB to count as small."""
 
 Preparation = Callable[[Any, tuple[Any, ...], Mapping[str, Any] | None], "tuple[Any, tuple[Any, ...]]"]
-"""What makes a call of something that is no function of Python's own ready to be sent: function and arguments.
+"""Prepares a call of an object that is no Python function, such as a TorchScript function, to be sent.
 
-It returns what is sent in its place, with positional arguments alone, or raises why it cannot be called like that.
+It takes the object, its positional and its keyword arguments. It returns the function to send instead and its
+arguments, all positional, or raises if the object cannot be called like that.
 """
 
 NAMING: Final = 3
-"""How many arguments a function has to find the name of a request, see `named_by`."""
+"""The number of arguments from which a function finds the name of a request, see `named_by`."""
 
 _INLINE = "__arpc_inline__"
 _COROUTINE = "__arpc_coroutine__"
@@ -66,11 +67,11 @@ class Mode(Enum):
     GENERATOR = auto()
     """Streams. The generator's steps run in the thread pool."""
     UNKNOWN = auto()
-    """It comes with the arguments of its call, or cannot be called at all."""
+    """The function comes with the arguments of its call, or cannot be called at all."""
 
 
 class Quickness:
-    """Whether a function takes less time than a second thread would take to begin."""
+    """Tracks whether a function takes less time than a second thread would need to begin."""
 
     __slots__ = ("_calls", "is_quick")
 
@@ -79,8 +80,8 @@ class Quickness:
         self._calls = 0
 
     def measured(self, seconds: float) -> None:
-        """A call has ended in a thread."""
-        # Two threads may get in each other's way here; then a call is counted wrongly, and that is all
+        """Record a call that has ended in a thread."""
+        # A race between two threads miscounts a call, which does no harm
         if seconds < _QUICK_S:
             self._calls += 1
             self.is_quick = self._calls >= _QUICK_CALLS
@@ -90,7 +91,7 @@ class Quickness:
 
 
 class ResultSizes:
-    """How large the results of a function have been of late, which is what tells how large the next one will be."""
+    """The recent sizes of a function's results, from which the size of the next one is estimated."""
 
     __slots__ = ("are_large", "expected_bytes", "unsurprising_bytes")
 
@@ -98,10 +99,10 @@ class ResultSizes:
         self.expected_bytes = 0
         self.are_large = False
         self.unsurprising_bytes = -1
-        """A result of at most that size tells nothing new. Negative as long as they are not known to be small."""
+        """A result of at most this size changes nothing here. Negative unless results are known to be small."""
 
     def saw(self, size_bytes: int) -> None:
-        """Count a result."""
+        """Record the size of a result."""
         expected_bytes = self.expected_bytes
         if size_bytes < expected_bytes:
             size_bytes = expected_bytes - max(1, (expected_bytes - size_bytes) // _WEIGHT)
@@ -119,22 +120,25 @@ class Function:
         self.call = call
         self.mode = _mode_of(call)
         self.name = name_of(call)
-        # Makes the name of a request, see `named_by`; a user's object may raise when it is asked for one
+        # Makes the name of a request, see `named_by`. Not read from other objects, whose attributes may raise
         self.describe = getattr(call, _DESCRIBE, None) if type(call) is FunctionType else None
         self.returns_future = returns_futures(call)
-        # what its coroutine returns is the result, whatever that is
+        # Whether the coroutine returns the result itself, and never something to be awaited
         self.is_final = self.mode is Mode.COROUTINE and not self.returns_future
         self.quickness = Quickness()
         self.results = ResultSizes()
-        # It is the runtime's own, and serves the messages of one class
+        # Whether it is the runtime's own, and serves the messages of one class
         self.is_service = False
-        # Why it cannot be called
+        # The reason why it cannot be called
         self.error: Exception | None = None
-        # A ScriptModule that it returns stays where it is, and is never copied elsewhere
+        # Whether a ScriptModule that it returns stays on this worker, and is never copied
         self.keeps_modules = getattr(call, "keeps_modules", False) is True
 
     def like(self, call: Callable[..., Any]) -> Function:
-        """Another callable that is run as this one, such as a method of an object; what is known of both is shared."""
+        """Return a function that runs another callable, such as a method of an object, like this one.
+
+        Both share what is measured of them.
+        """
         made = Function.__new__(Function)
         made.__dict__.update(self.__dict__)
         made.call = call
@@ -142,7 +146,7 @@ class Function:
 
     @staticmethod
     def unknown(error: Exception | None = None) -> Function:
-        """Stands for a function that is not known: it comes with its call, or cannot be called because of an error."""
+        """Return a placeholder for a function that comes with its call, or that an error keeps from being called."""
         made = NOT_KNOWN.like(_unknown)
         made.results = ResultSizes()
         made.error = error
@@ -150,19 +154,19 @@ class Function:
 
     @staticmethod
     def of_coroutine(call: Callable[..., Any], name: str, results: ResultSizes | None = None) -> Function:
-        """What the runtime itself lets run as a coroutine, in the name of another function and with its ``results``."""
-        made = _SOME_COROUTINE.like(call)  # there is nothing to find out, and no thread to be measured
+        """Return a coroutine function of the runtime that runs in another function's name, with its ``results``."""
+        made = _SOME_COROUTINE.like(call)  # its mode is known, and no thread runs it that would be measured
         made.name = name
         made.results = results or ResultSizes()
         return made
 
 
 async def _some_coroutine() -> None:
-    """Shows how coroutines are run."""
+    """The template for all functions of `Function.of_coroutine`."""
 
 
 class HandOver(NamedTuple):
-    """What a handler of the runtime returns to have another function run in its place, in the way of that function."""
+    """Returned by a handler of the runtime to have another function run in its place, in that function's mode."""
 
     function: Function
     args: tuple[Any, ...]
@@ -170,9 +174,9 @@ class HandOver(NamedTuple):
 
 
 class Prompt(partial[Any]):
-    """A handler of a feature's own message that can be answered at once more often than not.
+    """A handler of a feature's own messages that can usually answer at once.
 
-    It is a plain function, called on the loop; if it returns a coroutine, that goes on like any handler.
+    It is a plain function, called on the loop. If it returns a coroutine, that runs like any handler.
     """
 
 
@@ -183,7 +187,7 @@ def _without_partial(call: Any) -> Any:
 
 
 def _inner(call: Callable[..., Any]) -> Any:
-    """What has the code that a call runs."""
+    """Return the function or method whose code a call runs."""
     inner = _without_partial(call)
     # an object with __call__, such as an nn.Module
     return inner if inspect.isroutine(inner) or inspect.isclass(inner) else type(inner).__call__
@@ -203,15 +207,15 @@ def _mode_of(call: Callable[..., Any]) -> Mode:
 
 
 def returns_futures(call: Any) -> bool:
-    """Whether it is marked with `async_execution`."""
+    """Return whether a callable is marked with `async_execution`."""
     return hasattr(_without_partial(call), _ASYNC_EXECUTION)
 
 
 def named_by(describe: Callable[..., str]) -> Callable[[F], F]:
-    """Let requests for a function of the runtime be known by what they ask for.
+    """Name requests for a function of the runtime after the object that they are for, such as a method of a value.
 
-    ``describe`` is called on the callee when the name is asked for, with the worker and the first `NAMING`
-    arguments of the request.
+    ``describe`` returns the name. It is called on the callee, when the name is needed, with the worker and the first
+    `NAMING` arguments of the request.
     """
 
     def mark(function: F) -> F:
@@ -222,14 +226,14 @@ def named_by(describe: Callable[..., str]) -> Callable[[F], F]:
 
 
 def name_of(call: Any) -> str:
-    """How people call it; a name stands for itself. Never raises, whatever a callable object says of itself."""
+    """Return the name of a callable for users; a str is returned as it is. Never raises, whatever the object does."""
     if call.__class__ is str:
         return str(call)
     if is_a(call, partial):
         return name_of(call.func)
     try:
         if is_a(call, ScriptFunction):
-            return str(call.qualified_name)  # the others are the same for all of them
+            return str(call.qualified_name)  # its other names are the same for all script functions
         name = getattr(call, "__qualname__", None) or getattr(call, "__name__", None)
         return str.__str__(str(name)) if name else type_name_of(call)
     except BaseException:  # noqa: BLE001 - attributes of a user's object may raise anything
@@ -268,10 +272,10 @@ def async_execution(function: F) -> F:
 
 
 def _unknown() -> None:
-    """Stands in the error reply of a call whose function could not be found."""
+    """The stand-in for a function that could not be found, in the error of its call."""
 
 
 _SOME_COROUTINE: Final = Function(_some_coroutine)
 NOT_KNOWN: Final = Function(_unknown)
-"""See `Function.unknown`."""
+"""The placeholder that `Function.unknown` copies."""
 NOT_KNOWN.mode = Mode.UNKNOWN

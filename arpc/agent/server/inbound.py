@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 __all__ = ["Inbound"]
 
 _LATENESS: Final = 1 / 64 / 1000
-"""How late `Deadlines.tick` may be: seconds for each millisecond of a timeout."""
+"""The most by which `Deadlines.tick` is late: seconds for each millisecond of a timeout."""
 _PAUSE_S: Final = 5e-6
-"""For each request that runs, so long is waited between two looks for those that have expired."""
+"""The least time, for each running request, between two checks for requests that have expired."""
 
 
 class Inbound:
-    """What one connection asked for: functions by number, requests that run, requests that wait."""
+    """The requests of one connection: functions by number, requests that run, requests that wait."""
 
     def __init__(
         self,
@@ -42,33 +42,33 @@ class Inbound:
         self.caller = caller
         self.main_by_value = main_by_value
         self.functions = {0: Function.unknown()}
-        """By number. Those that come with their arguments have none, and share what is known of their results."""
+        """The functions by number. Those that come with their arguments share number 0, and their result sizes."""
         self.limit = max_handlers
-        """How many requests may run at once."""
+        """The number of requests that may run at once."""
         self.running: dict[int, Run] = {}
         self.is_full = False
-        """No more requests may run, or others wait already."""
+        """Whether further requests must wait: no more may run, or others wait already."""
         self.latest_id = -1
-        """The last request that came: the same one again is a message that came twice."""
+        """The id of the last request. Another message with this id is a duplicate."""
         self.waiting: dict[int, tuple[Message, int]] = {}
-        """Requests that must wait, and when they came, by the clock of `time.perf_counter_ns`."""
+        """The requests that must wait, with the times of their arrival by the clock of `time.perf_counter_ns`."""
         self.waiting_bytes = 0
         self.for_handlers: OrderedDict[int, None] = OrderedDict()
-        """Those of them that wait because too many others run, or its caller does not take small replies."""
+        """The ids of those that wait because too many others run, or the caller does not read small replies."""
         self.queue: RequestQueue | None = None
-        """Lets them wait, from the first one on."""
+        """The queue that manages them; None until the first request has to wait."""
         self._deadlines = deadlines
         self._time = connection.loop.time
         self._look_at = inf
-        """When to look for requests that have expired. -inf once the connection has ended: never again."""
+        """The time of the next check for expired requests. -inf once the connection has ended: never again."""
         self._tick = NEVER
         """The tick of that time."""
         self._replies: dict[int, BulkSend] = {}
         self.thread_replies: ThreadReplies | None = None
-        """Where threads put what they answer without the loop, from the first time that one could."""
+        """The outbox for replies that threads send without the loop; None until a thread first may."""
 
     def function_of(self, message: Message) -> Function:
-        """The function that a request calls."""
+        """Return the function that a request calls; a placeholder with an error if it was never sent."""
         function = self.functions.get(message.arg)
         if function is None:
             text = f"call {message.id} of function {message.arg}, which was never sent"
@@ -81,11 +81,11 @@ class Inbound:
         self.look_for_room()
 
     def look_for_room(self) -> None:
-        """See whether requests may run at once again."""
+        """Update `is_full`: requests may be able to run at once again."""
         self.is_full = bool(self.for_handlers) or len(self.running) >= self.limit
 
     def take_waiting(self, call_id: int) -> tuple[Message | None, int]:
-        """A request that waits, and when it came; None and 0 if it was cancelled."""
+        """Remove a request that waits; returns it and the time of its arrival, None and 0 if it was cancelled."""
         message, arrived_ns = self.waiting.pop(call_id, (None, 0))
         if message is not None:
             self.waiting_bytes -= message.size_bytes
@@ -95,7 +95,7 @@ class Inbound:
 
     @property
     def is_busy(self) -> bool:
-        """Whether requests run or wait, or answers of threads wait to be written."""
+        """Whether requests run or wait, or replies of threads wait to be written."""
         replies = self.thread_replies
         return bool(self.running or self.waiting or (replies is not None and replies.has_unsent))
 
@@ -110,12 +110,12 @@ class Inbound:
             due = run.due
             if due is None:
                 due = run.due = self._time() + run.timeout_ms / 1000
-            # Most have the timeout of others before them, and the look for those comes soon enough
+            # Most have the same timeout as earlier ones, and the check for those comes soon enough
             if due + run.timeout_ms * _LATENESS < self._look_at:
                 self._look_for_expired(due)
 
     def _look_for_expired(self, due: float) -> None:
-        """Look for requests that have expired soon after that time, or before. Most will have ended by then."""
+        """Schedule a check for expired requests soon after ``due``, or before. Most will have ended by then."""
         deadlines, now = self._deadlines, self._time()
         tick = deadlines.tick(now, due - now)
         look_at = deadlines.time_of(tick)  # up to 1/64 of the time away from ``due``
@@ -125,32 +125,32 @@ class Inbound:
             deadlines.watch(tick, self)
 
     def expire(self, tick: int) -> None:
-        """End the requests whose deadline has passed, and find out when the next one will."""
+        """End the requests whose deadline has passed, and schedule the next check."""
         now = self._time()
         self._look_at = next_due = inf
         for run in list(self.running.values()):
             if run.due is None or run.expired:
-                continue  # it has no deadline, or has been cancelled for it and goes on
+                continue  # it has no deadline, or has been cancelled at its deadline and goes on
             if run.due <= now:
                 run.expire()
             else:
                 next_due = min(next_due, run.due)
         if next_due < self._look_at:
-            # Each look goes over all that run: with thousands of them it must not become all that the loop does
+            # Each check visits all running requests: with thousands of them, it must not take all of the loop's time
             self._look_for_expired(max(next_due, now + _PAUSE_S * len(self.running)))
 
     def claim(self, run: Run) -> bool:
-        """Take a request out; True for the one that does, which then answers it. Called in any thread."""
+        """Take a request out; True for the one caller that did, which then answers it. Called in any thread."""
         return self.running.pop(run.id, None) is run
 
     def forget(self, run: Run) -> None:
-        """A request has been answered."""
+        """Remove a request that has been answered."""
         self.running.pop(run.id, None)
         if self.is_full:
             self.look_for_room()
 
     def cancel(self, call_id: int) -> None:
-        """The caller does not want a request any more, or its answer."""
+        """Cancel a request, or its reply, because the caller no longer waits for it."""
         run = self.running.get(call_id)
         if run is not None:
             run.cancel()
@@ -158,34 +158,34 @@ class Inbound:
             self.for_handlers.pop(call_id, None)
             self.look_for_room()
         elif (bulk := self._replies.pop(call_id, None)) is not None:
-            self.connection.drop_bulk(bulk)  # the reply is on its way, and nobody wants it any more
+            self.connection.drop_bulk(bulk)  # the reply is being sent, and the caller no longer wants it
 
     def reply_leaves(self, call_id: int, bulk: BulkSend) -> None:
-        """A reply with large tensors is on its way, and may still be cancelled."""
+        """Record a reply with large tensors that is being sent, and may still be cancelled."""
         for sent in [key for key, earlier in self._replies.items() if earlier.is_sent]:
             del self._replies[sent]
         self._replies[call_id] = bulk
 
     def output_drained(self) -> None:
-        """The caller takes bytes again: streams may go on."""
+        """Resume streams, because the caller reads again."""
         for run in list(self.running.values()):
             if run.producer is not None:
                 run.producer.wake()
 
     def add_credit(self, call_id: int, items: int) -> None:
-        """The consumer of a stream takes more items. It has had some already, so the producer is there."""
+        """Let a stream send more items. Its consumer has received some already, so the producer is there."""
         run = self.running.get(call_id)
         if run is not None and run.producer is not None:
             run.producer.add_credit(items)
 
     def cancel_all(self) -> None:
-        """The connection has ended."""
+        """Cancel all requests, because the connection has ended."""
         self.waiting.clear()
         self.for_handlers.clear()
         self.waiting_bytes = 0
         self.look_for_room()
         for run in list(self.running.values()):
             run.cancel()
-        # nobody waits for those that go on, and a deadline may be far away: until then it would keep the connection
+        # handlers that go on need no deadline, which may be far away and would keep the connection alive until then
         self._deadlines.unwatch(self._tick, self)
         self._look_at = -inf

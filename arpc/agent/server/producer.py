@@ -57,11 +57,11 @@ class Producer:
         self.wake()
 
     def wake(self) -> None:
-        """There may be credit, or room, again."""
+        """Check again whether there is credit, and room."""
         self._woken.set()
 
     async def _have_credit(self) -> None:
-        """Until the consumer wants another item, and has taken enough of the bytes of those before."""
+        """Wait until the consumer wants another item, and has read enough bytes of the items before."""
         connection = self._connection
         while self._credit <= 0 or self._unsent_bytes() > self._window_bytes:
             if self._credit > 0 and not connection.is_congested:
@@ -71,7 +71,7 @@ class Producer:
             await self._woken.wait()
 
     def _unsent_bytes(self) -> int:
-        """What the items wait for: small ones do not wait for large tensors."""
+        """Return the unsent bytes that hold up items: small items do not wait for large tensors."""
         connection = self._connection
         return connection.unsent_bytes if self._has_large_items else connection.unsent_small_bytes
 
@@ -89,7 +89,7 @@ class Producer:
         try:
             await (self._produce_async() if self._is_async else self._produce_in_threads())
         finally:
-            # Both lead to the request, which leads here: what the generator held is to go now, not with the next cycles
+            # Both refer to the request, which refers to this: without the cycle, the generator is freed at once
             del self._send, self._iterable
 
     async def _produce_async(self) -> None:
@@ -122,7 +122,7 @@ class Producer:
                 if is_over:
                     return
         finally:
-            # Not awaited: a step may be under way in a thread that cannot be interrupted; it is closed after that
+            # Not awaited: a step may be under way in a thread, which cannot be interrupted; `close` comes after it
             steps.stop()
             self._threads.submit(steps.close)
 
@@ -137,7 +137,7 @@ class _GeneratorSteps:
         self._wake_up_sent = False
         self._more = asyncio.Event()
         self._iterable = iterable
-        # of anything but a generator it is made in a thread, since that may block
+        # for other iterables it is made in a thread, because `iter` may block
         self._iterator: Any = iterable if type(iterable) is GeneratorType else None
         self._context = copy_context()
         self._state = torchstate.DEFAULTS
@@ -145,7 +145,7 @@ class _GeneratorSteps:
         self._is_stopped = False
 
     async def wait_for_more(self, job: asyncio.Future[Any]) -> None:
-        """Until there are items to send, or the job that makes them has ended."""
+        """Wait until there are items to send, or the job that makes them has ended."""
         while not (self.made or job.done()):
             self._more.clear()
             await self._more.wait()
@@ -155,9 +155,9 @@ class _GeneratorSteps:
         self._more.set()
 
     def make_items(self, limit: int) -> tuple[bool, BaseException | None]:
-        """Make up to ``limit`` items; whether the last of them has been made, and the error that ended it.
+        """Make up to ``limit`` items. Returns whether the generator has ended, and the error that ended it, if any.
 
-        Each can be sent at once: the next may take its time. Many that are made quickly share one wake-up of the loop.
+        Each item can be sent at once, because the next may take long. Items made quickly share one wake-up of the loop.
         """
         with self._lock:
             if self._is_stopped:
@@ -178,7 +178,7 @@ class _GeneratorSteps:
                         break
             except StopIteration:
                 return True, None
-            except BaseException as error:  # noqa: BLE001 - the consumer's, after the items that came before
+            except BaseException as error:  # noqa: BLE001 - it is sent to the consumer, after the items before it
                 return True, error
             finally:
                 self._state = torchstate.save_and_reset()
@@ -187,15 +187,15 @@ class _GeneratorSteps:
             return False, None
 
     def stop(self) -> None:
-        """Begin no further step. From any thread."""
+        """Begin no further step. Called in any thread."""
         self._is_stopped = True
 
     def close(self) -> None:
-        """Let the generator end where it stands.
+        """Close the generator where it stands.
 
-        A step that is under way does it on its way out: no thread waits for it.
+        If a step is under way, that step closes it at its end: no thread waits for it.
         """
-        # The wait is for a step that has just looked and not let go yet; one that blocks will look when it ends
+        # Wait for a step that has just checked `_is_stopped` and holds the lock; one that blocks checks at its end
         if self._lock.acquire(timeout=_LET_GO_S):
             try:
                 self._close_generator()
@@ -211,7 +211,7 @@ class _GeneratorSteps:
         try:
             self._context.run(close)
         except BaseException as error:  # noqa: BLE001 - its consumer has left
-            # not as the exception of the record: whoever formats that runs code of the user
+            # not as exc_info: formatting that would run the user's code
             logger.error("a generator raised when it was stopped\n%s", stack_of(error))  # noqa: TRY400
         finally:
             torchstate.save_and_reset()

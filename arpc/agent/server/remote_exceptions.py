@@ -1,7 +1,7 @@
-"""Exceptions on their way home: what a handler raised becomes what the caller sees.
+"""Sends the exception of a handler to the caller, and rebuilds it there.
 
-The payload holds the pickled exception apart from its description, so that one which cannot be pickled, or cannot be
-rebuilt at the other end, still tells its type, text and stack.
+The payload holds the pickled exception apart from its description. So an exception that cannot be pickled, or that the
+caller cannot rebuild, still shows its type, text and stack.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ from arpc.wire.values.policy import Policy
 __all__ = ["NOT_THERE", "describe_failure", "is_of_handler", "raisable", "rebuild_failure"]
 
 NOT_THERE: Final = "the function is not on worker "
-"""How the error of a callee begins that does not have what it is to call."""
+"""The beginning of the error of a callee that does not have the function that it should call."""
 
 _RUNTIME: Final = ("arpc.agent.", "arpc.rref.", "arpc.torchstate.")
 
-# A text and a stack, each of a 16th of the bytes there are, take half of them: a character takes up to four bytes
+# The text and the stack may each have a 16th of the limit as characters, in total half of it in bytes: up to 4 each
 _TEXT_PART: Final = 16
 
-# What would stop the caller's own loop or coroutine if it were raised there
+# Exceptions that would stop the caller's own loop or coroutine if they were raised there
 _NOT_TO_BE_RAISED: Final = (
     KeyboardInterrupt,
     SystemExit,
@@ -71,9 +71,9 @@ def describe_failure(
     to: WorkerInfo | None = None,
     max_bytes: int | None = None,
 ) -> tuple[bytes, list[Slot]]:
-    """Payload and slots of a FAILURE, whatever the error is. Never raises.
+    """Return the payload and the slots of a FAILURE for any error. Never raises.
 
-    The error is described, and not sent itself, if it takes more than ``max_bytes`` or there is no pickler.
+    Only a description is sent if the error itself would take more than ``max_bytes``, or if there is no pickler.
     """
     pickled: bytes | None = None
     slots: list[Slot] = []
@@ -99,7 +99,7 @@ def rebuild_failure(
     policy: Policy,
     timeout_s: float = 0.0,
 ) -> Exception:
-    """The exception a caller sees. Raises `ProtocolError`, or what unpickling raises, if it is not one of ours."""
+    """Return the exception for the caller. Raises `ProtocolError`, or an unpickling error, if it is malformed."""
     worker = sender.name
     pickled, type_name, text, stack = policy.read(payload, [], sender)
     if not all(type(part) is str for part in (type_name, text, stack)):
@@ -122,10 +122,10 @@ def rebuild_failure(
     if pickled is not None:
         try:
             error = policy.read(pickled, slots, sender)
-        except BaseException:  # noqa: BLE001 - a user's __reduce__ may raise anything; the description is sent instead
+        except BaseException:  # noqa: BLE001 - a user's __reduce__ may raise anything; the description is used instead
             error = None
         if is_a(error, Exception) and can_be_raised(error) and not is_a(error, _NOT_TO_BE_RAISED):
-            # What it says of a call that the handler made says nothing of the call of the handler.
+            # Its own `may_have_run` is about a call that the handler made, and not about the call of the handler.
             set_may_have_run(error, may_have_run)
             if not may_have_run and type(error) is SerializationError:
                 error = not_run(SerializationError(_naming(function, str(error))))
@@ -136,24 +136,24 @@ def rebuild_failure(
 
 
 def _naming(function: str, text: str) -> str:
-    """What a callee says of a call that it could not read, and whose function it could not name."""
+    """Add the name of the function to a callee's error about a call that it could not read."""
     if text.startswith(NOT_THERE):
         return f"{function} {text.removeprefix('the function ')}"
     return text.replace("cannot unpack the call:", f"cannot unpack the call of {function}:", 1)
 
 
 def is_of_handler(error: BaseException) -> bool:
-    """Whether a handler raised the error of a call. Then it says nothing of the worker that was called."""
+    """Return whether a handler raised the error of a call, which then says nothing about the worker that was called."""
     cause = cause_of(error)
     return type(cause) is RemoteTraceback and cause.is_of_handler
 
 
 def raisable(error: BaseException, worker: str) -> Exception:
-    """What may be kept, and raised any number of times in any code of this worker, for an error of a handler.
+    """Return an exception for a handler's error that this worker can keep, and raise any number of times in any code.
 
-    That is the error itself if it can be copied: each use raises a copy, since an exception keeps the frames of all who
-    raise it. An error that cannot be copied, or that would end a coroutine, a task or the process, or that works
-    against the code that catches it, is described by a `RemoteError`, as it is for other workers.
+    It is the error itself if it can be copied: each use raises a copy, since an exception keeps the frames of all code
+    that raises it. An error that cannot be copied, that would end a coroutine, a task or the process, or that
+    interferes with the code that catches it is described by a `RemoteError`, as it is for other workers.
     """
     is_ordinary = is_a(error, Exception) and can_be_raised(error) and not is_a(error, _NOT_TO_BE_RAISED)
     if is_ordinary and fresh(error) is not error:

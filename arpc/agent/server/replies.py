@@ -1,4 +1,4 @@
-"""What becomes of a request: exactly one answer, whatever became of the handler."""
+"""Answers requests: each gets exactly one answer, whatever the outcome of its handler."""
 
 from __future__ import annotations
 
@@ -45,11 +45,11 @@ _Intercept: TypeAlias = "Callable[[WorkerInfo, Metadata, list[Slot]], Metadata |
 
 
 class TakesLoopError(Exception):
-    """An interceptor has something to do that belongs to the loop. The arguments are pickle and slots of the result."""
+    """An interceptor has to run on the loop. The arguments are the pickle and the slots of the result."""
 
 
 class Replies:
-    """Answers the requests of all peers of one worker, or has something else run in the place of what returned."""
+    """Answers the requests of all peers of one worker, or runs what replaces a function that has returned."""
 
     def __init__(self, host: Dispatcher) -> None:
         self._host = host
@@ -57,13 +57,13 @@ class Replies:
         self.calls_failed = 0
         self.calls_ended = 0
         self.tell_failure: Callable[[str, BaseException], None] | None = None
-        """Told the name of each function that fails here, and what it raised."""
+        """Called with the name of each function that fails here, and its error."""
         self.meter: Meter | None = None
 
     # -- results
 
     def returned(self, run: Run, result: Any) -> None:
-        """A function has returned, or the coroutine of one."""
+        """Handle the result of a function, or of its coroutine."""
         if type(result) is HandOver:
             self._hand_over(run, result)
         elif (run.is_stream or not run.function.is_final) and self._goes_on(run, result):
@@ -75,26 +75,26 @@ class Replies:
         else:
             try:
                 content = _NOTHING if result is None else self.encode(run, result)
-            except BaseException as error:  # noqa: BLE001 - pickling runs user code; whatever it raises is the caller's
+            except BaseException as error:  # noqa: BLE001 - pickling runs user code; any error is sent to the caller
                 self.raised(run, error)
             else:
                 self.end(run, content)
 
     def _reply_in_context(self, run: Run, encode: Callable[..., Content], *result: Any) -> None:
-        """Encode a result with what interceptors add, which may look at the context, and answer the request."""
+        """Encode a result, with the metadata of interceptors, in the request's context, and answer the request."""
         try:
             content = run.context.run(encode, run, *result, self._codec.reply_sent)
-        except BaseException as error:  # noqa: BLE001 - pickling runs user code; whatever it raises is the caller's
+        except BaseException as error:  # noqa: BLE001 - pickling runs user code; any error is sent to the caller
             self.raised(run, error)
         else:
             self.end(run, content)
 
     def pickled(self, run: Run, pickle: bytes, slots: list[Slot]) -> None:
-        """A thread has pickled a result, and the rest takes the loop."""
+        """Answer a request whose result a thread has pickled, and whose interceptors need the loop."""
         self._reply_in_context(run, self._content, pickle, slots)
 
     def _keep(self, run: Run, creation: Creation, result: Any) -> None:
-        """Answer the request for a value that stays here."""
+        """Answer the request for a value that stays on this worker."""
         answer = creation.answer(run, result)
         run.keep(result)
         if answer is None and not run.meta:
@@ -102,16 +102,16 @@ class Replies:
             return
         try:
             content = run.context.run(self.encode, run, answer, self._codec.reply_sent)
-        except BaseException:  # noqa: BLE001 - pickling runs user code; the caller's fetch of the value says what it raises
+        except BaseException:  # noqa: BLE001 - pickling runs user code; the caller's fetch raises the error
             self._reply_in_context(run, self.encode, TO_BE_FETCHED)
         else:
             self.end(run, content)
 
     def encode(self, run: Run, result: Any, intercept: _Intercept | None = None) -> Content:
-        """The content of a reply, or of an item of a stream. Called in any thread.
+        """Return the content of a reply, or of an item of a stream. Called in any thread.
 
         ``intercept`` makes the metadata of the reply from that of the request. Raises `TakesLoopError` if it returns
-        None, and whatever pickling raises.
+        None, and `SerializationError` if the result cannot be pickled.
         """
         codec, inbound = self._codec, run.inbound
         try:
@@ -129,27 +129,27 @@ class Replies:
         return self._content(run, pickle, slots, intercept) if slots or run.meta else Content(pickle)
 
     def _content(self, run: Run, pickle: bytes, slots: list[Slot], intercept: _Intercept | None) -> Content:
-        """A pickle with its tensors, and with what interceptors add."""
+        """Return the content of a pickle, with its tensors and the metadata of interceptors."""
         codec, meta = self._codec, b""
         if run.meta and intercept is not None:
             metadata = intercept(run.caller, run.meta, slots)
             if metadata is None:
-                raise TakesLoopError(pickle, slots)  # which pickles nothing again: RRefs in it have been handed out
+                raise TakesLoopError(pickle, slots)  # not to be pickled again: RRefs in it have been handed out
             meta = encode_metadata(metadata) if metadata else b""
         if not slots:
             return Content(pickle, meta)
         stager = codec.stager_back(run.meta) if codec.knows_devices or run.meta else None
         return codec.pack(slots, pickle, meta, stager)
 
-    # -- what runs in the place of a function that has returned
+    # -- code that runs in the place of a function that has returned
 
     def _goes_on(self, run: Run, result: Any) -> bool:
-        """Whether what was returned is to be awaited, or a stream; then that is what runs now."""
+        """Run the result if it is to be awaited, or streamed; returns whether it is."""
         function = run.function
         if function.returns_future:
             self._carry(run, partial(await_future, result, run.name))
         elif function.mode is not Mode.COROUTINE and is_coroutine(result):
-            # a plain function that hands out a coroutine means it to be awaited
+            # a plain function that returns a coroutine means it to be awaited
             run.returned_coroutine = result
             self._carry(run, lambda: result)
         elif not run.is_stream:
@@ -168,20 +168,20 @@ class Replies:
         self._host.tasks.start(run)
 
     def _produce(self, run: Run, iterable: Any) -> None:
-        """Send the items of something to iterate over; the sending is a coroutine in the handler's place."""
+        """Send the items of an iterable, in a coroutine that runs in the handler's place."""
         host, connection = self._host, run.inbound.connection
         try:
             run.producer = Producer(
                 iterable, host.threads, partial(self.send_item, run), connection, host.options.window_bytes, run.credit
             )
-        except BaseException as error:  # noqa: BLE001 - what is no iterable may raise anything when asked whether it is
+        except BaseException as error:  # noqa: BLE001 - an object of the user may raise anything
             self.raised(run, error)
             return
         run.inbound.register(run)
         self._carry(run, run.producer.produce)
 
     def _hand_over(self, run: Run, to: HandOver) -> None:
-        """Run another function in the place of one that has returned so."""
+        """Run another function in the place of the one that has returned a `HandOver`."""
         host = self._host
         function, run.args, run.kwargs = to
         run.coroutine = run.task = None
@@ -197,11 +197,11 @@ class Replies:
     # -- streams
 
     def send_item(self, run: Run, item: Any) -> int:
-        """Send the next item of a stream, and say how large it is. Called in the handler's context."""
+        """Send the next item of a stream; returns its size in bytes. Called in the handler's context."""
         content = self.encode(run, item, self._codec.reply_sent)
         place, connection = run.items_sent & _PLACE_MASK, run.inbound.connection
         if content.waits:
-            # Without the item the stream has a gap that nothing fills; a device that fails, fails for good
+            # On failure, abort: without the item the stream has a gap for good, and a failed device does not recover
             self._send_when_filled(run, _ITEM, 0, place, content, connection.abort)
         else:
             connection.send_message(_ITEM, 0, run.id, place, 0, content)
@@ -209,20 +209,20 @@ class Replies:
         return content.size_bytes()
 
     def stream_ended(self, run: Run) -> None:
-        """All items of a stream have been sent."""
+        """Answer the request of a stream whose items have all been sent."""
         self.end(run, _NOTHING, _ITEM, ItemFlag.LAST, run.items_sent & _PLACE_MASK)
 
     # -- errors
 
     def refused(self, run: Run, error: BaseException) -> None:
-        """Answer a request with an error that came up before its function was called."""
+        """Answer a request with an error that occurred before its function was called."""
         run.is_refused = True
         self.raised(run, error)
 
     def raised(self, run: Run, error: BaseException) -> None:
-        """A function has raised, or what leads to it or follows it: answer the request with the error, once."""
+        """Answer a request, once, with an error of its function, or of a step before or after that."""
         if run.returned_coroutine is not None:
-            close_coroutine(run.returned_coroutine)  # it may never have begun
+            close_coroutine(run.returned_coroutine)  # it may never have been started
         if run.ended:
             return
         creation, run.creation = run.creation, None
@@ -255,7 +255,7 @@ class Replies:
         self.end(run, self._encode_failure(run, error), _FAILURE, kind, run.items_sent & _PLACE_MASK, error)
 
     def _encode_failure(self, run: Run, error: BaseException) -> Content:
-        """The content of a failure. Whatever the error is, this makes one."""
+        """Return the content of a failure, whatever the error is."""
         codec, max_bytes = self._codec, self._codec.max_pickle_bytes
         main_by_value, to = run.inbound.main_by_value, run.inbound.caller
         pickle, slots = describe_failure(error, codec.pickler, main_by_value=main_by_value, to=to, max_bytes=max_bytes)
@@ -263,14 +263,14 @@ class Replies:
             return Content(pickle)
         try:
             return codec.pack(slots, pickle, b"", codec.stager_back(None))
-        except BaseException:  # noqa: BLE001 - a tensor of a user may raise anything, and the error can do without
+        except BaseException:  # noqa: BLE001 - a tensor of a user may raise anything; the description needs none
             pickle, _ = describe_failure(error, None, main_by_value=main_by_value, max_bytes=max_bytes)
             return Content(pickle)
 
     def fail(self, inbound: Inbound, call_id: int, kind: FailureKind, error: Exception) -> None:
-        """Answer a request of which there is no `Run`."""
+        """Answer a request with an error, by its id alone, without its `Run`."""
         pickle, _ = describe_failure(error, self._codec.pickler, main_by_value=inbound.main_by_value)
-        with suppress(ConnectionClosedError):  # then the caller knows
+        with suppress(ConnectionClosedError):  # the caller's end is closed, too
             inbound.connection.send(frame(_FAILURE, kind, call_id, 0, 0, pickle))
 
     # -- the end
@@ -284,14 +284,14 @@ class Replies:
         arg: int = 0,
         error: BaseException | None = None,
     ) -> None:
-        """The one place where a request ends, once: by a reply with this content, if nothing else is said."""
+        """End a request on the loop, once, and send its answer: by default, a reply with this content."""
         if run.ended:
             return
         inbound = run.inbound
         run.ended = True
         if run.arrived_ns:
             self._tell_watchers(run, content, error)
-        # A timer may keep the run's context for long: with it the calls it made, whose errors keep the handler's frames
+        # A timer may keep the run's context for long, and so its calls, whose errors keep the handler's frames
         run.nested = None
         run.context = NO_CONTEXT
         self.calls_ended += 1
@@ -309,7 +309,7 @@ class Replies:
         try:
             bulk = inbound.connection.send_message(type_, flags, run.id, arg, 0, content)
         except ConnectionClosedError:
-            return  # the caller knows: its own end of the connection is closed too
+            return  # the caller's end is closed, too
         if bulk is not None:
             inbound.reply_leaves(run.id, bulk)
 
@@ -320,8 +320,8 @@ class Replies:
             self.meter.handler_ended(run.caller.name, run.name, _now_ns() - run.arrived_ns)
 
     def _forget(self, run: Run) -> None:
-        """A request that could be cancelled has ended."""
-        run.task = run.kwargs = None  # it may wait for a thread for a long time still
+        """Remove a registered request, which has ended."""
+        run.task = run.kwargs = None  # its job may still wait for a thread for a long time
         run.args = ()
         inbound = run.inbound
         inbound.forget(run)
@@ -335,7 +335,7 @@ class Replies:
         inbound = run.inbound
 
         def filled(failure: SerializationError | None) -> None:
-            with suppress(ConnectionClosedError):  # then the caller knows
+            with suppress(ConnectionClosedError):  # the caller's end is closed, too
                 if failure is not None:
                     fail(failure)
                 elif (bulk := inbound.connection.send_message(type_, flags, run.id, arg, 0, content)) is not None:

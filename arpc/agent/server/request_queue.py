@@ -1,12 +1,12 @@
-"""What waits of one connection: requests of a caller with too many others running, and results that it does not take.
+"""The request queue of one connection, for a caller that has too many requests running or does not read results.
 
-Requests wait packed. A result that its caller has not taken yet occupies memory here. So a request whose function has
-returned large results before begins only while less than `RpcOptions.window_bytes` of results wait to be taken.
-Requests of all other functions pass it. At most as many plain functions as there are threads are handed to the thread
-pool, so that a small function that comes later has no more than these before it.
+Requests wait pickled. A result that its caller has not read yet occupies memory on this worker. So a request whose
+function has returned large results before begins only while less than `RpcOptions.window_bytes` of results wait to be
+read. Requests of all other functions overtake it. At most as many of these plain functions as there are threads are
+passed to the thread pool, so that a small function that comes later has no more than these before it.
 
-Handlers may wait for each other, so they must be able to begin together: results of those that run are not counted in
-advance, but for those that begin in this turn of the loop.
+Handlers may wait for each other, so they must be able to run at the same time: results of running handlers are not
+counted in advance, except for those that begin in this turn of the loop.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RequestQueue"]
 
-# A caller keeps to its own window, twice of it for what is small; and its options may not be the same
+# A caller keeps to its own window, or to twice that for small calls, and its options may differ
 _WINDOWS: Final = 16
 _STREAM: Final = int(RequestFlag.STREAM)
 _now_ns = time.perf_counter_ns
@@ -50,16 +50,16 @@ class RequestQueue:
         """Plain functions that wait for room for their results."""
         self._begun_in_threads = 0
         self._about_to_begin_bytes = 0
-        """What coroutines are going to return that were let go on, or started, and have not had their turn yet."""
+        """The expected results of coroutines that were started or resumed, and have not had their turn yet."""
         self._will_readmit = False
 
     # -- requests
 
     def admit(self, message: Message) -> None:
-        """Start a request, or keep it packed while its caller does not take replies or has too many others running."""
+        """Start a request, or queue it, still pickled, if its caller does not read replies or has too many running."""
         host, inbound = self._host, self._inbound
         function = inbound.function_of(message)
-        is_large = function.results.are_large and not message.flags & _STREAM  # which has a window of its own
+        is_large = function.results.are_large and not message.flags & _STREAM  # a stream has its own window
         if not (is_large or inbound.is_full or self._connection.is_congested):
             host.start(inbound, message)
             return
@@ -72,7 +72,7 @@ class RequestQueue:
         inbound.waiting[message.id] = message, _now_ns()
         inbound.waiting_bytes += message.size_bytes
         if is_large:
-            # one that comes with its arguments is not known yet: it waits again if it is for a thread
+            # a function that comes with its arguments is not known yet: it waits again if it needs a thread
             in_thread = function.mode is Mode.THREAD
             self.enter(function.results, partial(self._start_large, message.id, in_thread), in_thread=in_thread)
         else:
@@ -80,20 +80,20 @@ class RequestQueue:
             self._start_waiting()
 
     def _refuse(self, message: Message) -> None:
-        """Answer a call of a caller too many of whose calls wait already."""
+        """Refuse a request of a caller that has too many waiting already."""
         host, inbound = self._host, self._inbound
         host.calls_refused += 1
         text = f"{len(inbound.waiting)} of its requests wait"
         error = OverloadedError(f"{text} already")
         host.observers.dropped(inbound, message.id, error)
         if self._connection.is_congested:
-            # to refuse them all would take as much memory as to keep them
+            # the refusals would take as much memory as the requests
             self._connection.abort(WireError(f"{text}, and it does not read replies"))
         else:
             host.replies.fail(inbound, message.id, FailureKind.OVERLOADED, error)
 
     def _wait_for_handler(self, call_id: int) -> None:
-        """Let a request that is kept wait until others have ended."""
+        """Let a queued request wait until others have ended."""
         self._inbound.for_handlers[call_id] = None
         self._inbound.is_full = True
 
@@ -110,7 +110,7 @@ class RequestQueue:
             self._start(call_id)
 
     def _start(self, call_id: int, *, is_counted: bool = False) -> bool:
-        """Start a request that is kept, with the time it has left; False if it was cancelled."""
+        """Start a queued request, with the rest of its timeout; False if it was cancelled."""
         message, arrived_ns = self._inbound.take_waiting(call_id)
         if message is None:
             return False
@@ -120,9 +120,9 @@ class RequestQueue:
         return True
 
     def readmit(self) -> None:
-        """Start what waits, as far as there is room: something has ended or was sent."""
+        """Start queued requests, as far as there is room, because another has ended or a reply was sent."""
         if not torchstate.is_pristine():
-            # the loop is between two steps of a task that has switched something off for itself
+            # a suspended task, in a no_grad() block, say, has left its torch state on this thread
             torchstate.run_with(torchstate.DEFAULTS, self.readmit)
             return
         self._will_readmit = False
@@ -140,16 +140,16 @@ class RequestQueue:
 
     @property
     def is_waited_for(self) -> bool:
-        """Something waits for room for its result."""
+        """Whether a request waits for room for its result."""
         return bool(self._for_loop or self._for_threads)
 
     def enter(self, results: ResultSizes, start: _Start, *, in_thread: bool) -> None:
-        """Call ``start`` when there is room, which may be at once. ``in_thread``: after that `thread_ended` is due."""
+        """Call ``start`` when there is room, maybe at once. ``in_thread``: `thread_ended` must be called after that."""
         (self._for_threads if in_thread else self._for_loop).append((results, start))
         self._admit_large()
 
     def _start_large(self, call_id: int, in_thread: bool) -> None:
-        """There is room for the result of a request that is kept."""
+        """Start a queued request, for whose result there is room now."""
         inbound = self._inbound
         if call_id in inbound.waiting and len(inbound.running) >= inbound.limit:
             self._wait_for_handler(call_id)
@@ -160,7 +160,7 @@ class RequestQueue:
             self.thread_ended()
 
     def submit(self, job: ThreadJob) -> None:
-        """Let a plain function have a thread when there is room for its result, or at once if that will be small."""
+        """Pass a plain function to a thread when there is room for its result, or at once if that should be small."""
         run = job.run
         if run.is_counted:
             self._submit_counted(job)
@@ -174,11 +174,11 @@ class RequestQueue:
             self.thread_ended()
             return
         job.run.is_counted = True
-        job.replies = None  # the loop is to hear of its end
+        job.replies = None  # the loop must record its end
         self._host.threads.submit(job.work, job.run.function.quickness.is_quick)
 
     def thread_ended(self) -> None:
-        """A plain function that was started has ended, or will not run."""
+        """Record that a plain function that was started has ended, or will not run."""
         self._begun_in_threads -= 1
         if self._for_threads:
             self.readmit_soon()
@@ -194,7 +194,7 @@ class RequestQueue:
         self._connection.bulk_left = self.readmit_soon if self.is_waited_for else None
 
     def _start_on_loop(self, results: ResultSizes, start: _Start) -> None:
-        """Start a coroutine. Its result counts until the end of this turn if its first step may come only then."""
+        """Start a coroutine. Unless it sends its result at once, that counts in advance until the next turn."""
         connection = self._connection
         held_bytes = connection.held_bytes
         start()
@@ -209,7 +209,7 @@ class RequestQueue:
 
     def _has_room(self, results: ResultSizes) -> bool:
         connection, window_bytes = self._connection, self._host.options.window_bytes
-        # One that does not fit into the window at all need not wait until it is empty
+        # A result that does not fit into the window at all need not wait until the window is empty
         expected_bytes = min(results.expected_bytes, window_bytes // 2)
         held_bytes = connection.held_bytes + self._about_to_begin_bytes
         return held_bytes + expected_bytes <= window_bytes and not connection.is_behind

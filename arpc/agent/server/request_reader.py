@@ -22,16 +22,16 @@ if TYPE_CHECKING:
 __all__ = ["define", "prepare"]
 
 _KWARGS: Final = int(RequestFlag.KWARGS)
-# By number, with each connection
+# The most functions that a peer may define on one connection
 _MAX_FUNCTIONS: Final = 1 << 16
 _NO_SLOTS: Final[list[Any]] = []
 _set_scope = current_scope.set
 
 
 def prepare(run: Run) -> None:
-    """Make a request the scope of its context, and build its arguments there, unless that has been done.
+    """Make a request the scope of its context, and unpickle its arguments there, unless that has been done.
 
-    Interceptors and user code may look at the context. Unpickling runs user code, which may raise anything.
+    Interceptors and user code may use the context. Unpickling runs user code, which may raise anything.
     """
     _set_scope(run)
     message = run.message
@@ -53,7 +53,7 @@ def prepare(run: Run) -> None:
         if not message.arg:
             call, content = content
             results, run.function = run.function.results, Function(call)
-            run.function.results = results  # of none of them is known that it has been called before
+            run.function.results = results  # shared, because it is not known if one was called before
         elif run.function.is_service:
             codec.policy.check_plain(content)
         if message.flags & _KWARGS:
@@ -78,7 +78,7 @@ def prepare(run: Run) -> None:
 
 
 def _after(host: Dispatcher, prerequisites: list[Awaitable[object]], function: Function) -> Function:
-    """A function that waits first."""
+    """Return a function that awaits the prerequisites, and then calls ``function``."""
 
     async def wait_and_call(*args: Any, **kwargs: Any) -> Any:
         for prerequisite in prerequisites:
@@ -89,7 +89,7 @@ def _after(host: Dispatcher, prerequisites: list[Awaitable[object]], function: F
 
 
 def define(host: Dispatcher, inbound: Inbound, message: Message) -> None:
-    """A peer sends a function that it will call by number. Raises `ProtocolError` if there are too many."""
+    """Register a function that a peer will call by number. Raises `ProtocolError` if there are too many."""
     functions, number = inbound.functions, message.arg
     if len(functions) > _MAX_FUNCTIONS:
         raise ProtocolError(f"worker {inbound.caller.name!r} calls more than {_MAX_FUNCTIONS} functions")
@@ -99,7 +99,7 @@ def define(host: Dispatcher, inbound: Inbound, message: Message) -> None:
         functions[number] = Function(host.context.copy().run(host.codec.function, message, inbound.caller))
     except NotAllowedError as error:
         functions[number] = Function.unknown(error)
-    except BaseException as error:  # noqa: BLE001 - unpickling runs user code; whatever it raises is the caller's
+    except BaseException as error:  # noqa: BLE001 - unpickling runs user code; any error is sent to the caller
         made = SerializationError(
             f"{NOT_THERE}{host.name!r}: {summary_of(error)}. "
             f"It must be importable there, or be passed as a lambda or closure, which travel by value"

@@ -14,9 +14,9 @@ __all__ = ["await_future"]
 
 
 async def await_future(future: Any, name: str) -> Any:
-    """The value of a future that a function of that name has returned. Raises `TypeError` for what is no future.
+    """Return the value of a future that the function ``name`` has returned. Raises `TypeError` if it is no future.
 
-    The future goes on if the code that awaits it is cancelled: others may wait for it, too.
+    The future is not cancelled with the code that awaits it, because other code may wait for it, too.
     """
     loop = asyncio.get_running_loop()
     done = loop.create_future()
@@ -28,7 +28,7 @@ async def await_future(future: Any, name: str) -> Any:
     if is_a(future, asyncio.Future):
         future.add_done_callback(settle)
     elif is_a(future, (torch._C.Future, concurrent.futures.Future)):
-        # it is completed on a thread of its own
+        # it may be completed on another thread
         future.add_done_callback(lambda _: loop.call_soon_threadsafe(settle, None))
     else:
         raise TypeError(

@@ -25,34 +25,34 @@ __all__ = ["NO_CONTEXT", "TO_BE_FETCHED", "Creation", "Run"]
 
 _NESTED_LIMIT: Final = 32
 NO_CONTEXT: Final = Context()
-"""In the place of a context that is not needed any more: it and its request refer to each other."""
+"""Replaces a context that is no longer needed, because the context and its request refer to each other."""
 TO_BE_FETCHED: Final = ()
-"""The answer to a request for a `Creation` whose result does not come along, though its caller may want it."""
+"""The reply to a request with a `Creation`, if it does not include the result although the caller may want it."""
 
 
 class Creation(Protocol):
     """Keeps the result of one request on this worker."""
 
     def answer(self, run: Run, result: Any) -> Any:
-        """The content of the reply to the caller; `TO_BE_FETCHED` if that has no result. Called in any thread."""
+        """Return the object to reply, `TO_BE_FETCHED` if the reply has no result. Called in any thread."""
 
     def answered(self, run: Run, result: Any) -> None:
-        """A thread has a result, and sends the answer to the caller itself."""
+        """Record a result. Called in the thread that has it, and that sends the reply itself."""
 
     def returned(self, run: Run, result: Any) -> None:
         """Keep a result."""
 
     def failed(self, error: BaseException) -> None:
-        """Keep what the function raised."""
+        """Keep the error that the function raised."""
 
     def not_made(self, error: BaseException) -> None:
-        """There will be no result: the function was not called, or was cancelled. The caller gets the error."""
+        """Record that there is no result: the function was not called, or was cancelled. The caller gets the error."""
 
 
 class Run(msgspec.Struct):
     """One request while it is handled, and the `scope.Scope` of the code that runs for it.
 
-    A Struct because it is the one object that every request needs, and this is the cheapest kind to make.
+    It is a Struct, the kind of object that is cheapest to create, because every request needs one.
     """
 
     host: Dispatcher
@@ -61,46 +61,46 @@ class Run(msgspec.Struct):
     id: int
     timeout_ms: int
     context: Context
-    """Its own, until it ends."""
+    """The context of this request alone; `NO_CONTEXT` once it has ended."""
     message: Message | None = None
-    """Holds the arguments until they are unpacked, if there are any."""
+    """The message that holds the arguments until they are unpickled; None if there are none."""
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] | None = None
     meta: Metadata | None = None
-    """What interceptors of the caller sent along."""
+    """The metadata that interceptors of the caller have added."""
     coroutine: Coroutine[Any, Any, Any] | None = None
-    """None until the function of a coroutine has been called."""
+    """The coroutine of the handler; None until its function has been called."""
     state: torchstate.SavedState | None = None
-    """Torch's state of a coroutine that waits, if it is not the default."""
+    """The torch state of a suspended coroutine, if it is not the default."""
     task: asyncio.Task[Any] | None = None
-    """The Task that carries it, once it had to wait."""
+    """The Task that runs the coroutine, once it had to wait."""
     due: float | None = None
-    """Its `deadline`, once that is known."""
+    """The `deadline`, once that is known."""
     ended: bool = False
     expired: bool = False
     is_refused: bool = False
-    """The function was not called, and will not be."""
+    """Whether the function was not called, and will not be."""
     is_registered: bool = False
-    """It can be cancelled, and expires: see `Inbound.register`."""
+    """Whether it can be cancelled and can expire, see `Inbound.register`."""
     is_counted: bool = False
-    """The queue has let it go to a thread though its result may be large, and is to hear when it leaves that."""
+    """Whether the queue let it have a thread, counting its result as large, so that it must call `leave_window`."""
     has_called: bool = False
-    """Its thread has made calls, which may not have begun."""
+    """Whether its thread has made calls, which may not have begun."""
     nested: list[asyncio.Future[Any]] | None = None
     nested_limit: int = _NESTED_LIMIT
     awaited_first: list[Awaitable[object]] | None = None
-    """What it waits for before it starts, if anything: see `prerequisites`."""
+    """The awaitables that it waits for before it starts, if any: see `prerequisites`."""
     returned_coroutine: Coroutine[Any, Any, Any] | None = None
     creation: Creation | None = None
-    """Keeps the result, of a request that is to leave it here."""
+    """Keeps the result, if the request is to leave it on this worker."""
     results: ResultSizes | None = None
-    """Those of what it runs, if that is not its function."""
+    """The sizes of its results, if they are not those of its function."""
     describe: Callable[[], str] | None = None
-    """Finds the name of what it asks for, if that is not its function: the method of a value."""
+    """Returns the name of the request, if it is not that of the function: the method of a value, say."""
     handling: Any = None
-    """What observers know of it, an `observers.Handling`; None if there are none."""
+    """The observers' record of it, an `observers.Handling`; None if there are no observers."""
     arrived_ns: int = 0
-    """When it came, if a meter or observers hear of it."""
+    """The time of its arrival, if a meter or observers are notified of it; else 0."""
     is_stream: bool = False
     credit: int = 0
     items_sent: int = 0
@@ -108,19 +108,18 @@ class Run(msgspec.Struct):
 
     @property
     def deadline(self) -> float | None:
-        # Counted from when it is first asked for: most requests end before anybody does, and reading the clock is not
-        # free
+        # Counted from when it is first needed: most requests end without it, and reading the clock is not free
         if self.due is None and self.timeout_ms:
             self.due = self.host.time() + self.timeout_ms / 1000
         return self.due
 
     @property
     def name(self) -> str:
-        """What people call it."""
+        """The name shown to users: in errors, metrics, stacks and traces."""
         if self.describe is not None:
             try:
                 return str(self.describe())
-            except Exception:  # noqa: BLE001, S110 - the function itself says what is wrong with its arguments
+            except Exception:  # noqa: BLE001, S110 - the function itself reports wrong arguments
                 pass
         return self.function.name
 
@@ -141,16 +140,16 @@ class Run(msgspec.Struct):
     # -- its function, on the loop and in its context
 
     def call(self) -> Any:
-        """Call the function, once its arguments are built."""
+        """Call the function, after unpickling its arguments if need be."""
         prepare(self)
         args, kwargs = self.args, self.kwargs
         if not (args or kwargs):
             return self.function.call()
-        # not kept: the code that runs may keep its scope, which is this, for as long as it likes
+        # dropped, because user code may keep its scope, which is this object, for as long as it likes
         self.args, self.kwargs = (), None
         return self.function.call(*args, **kwargs) if kwargs else self.function.call(*args)
 
-    # -- what it leads to
+    # -- its result
 
     def keep(self, result: Any) -> None:
         """Let a creation keep its result, unless it was cancelled."""
@@ -159,14 +158,14 @@ class Run(msgspec.Struct):
             creation.returned(self, result)
 
     def leave_window(self) -> None:
-        """It has left its thread, or has no use for one."""
+        """Notify the queue that it has left its thread, or needs none."""
         self.is_counted = False
         self.host.queue_of(self.inbound).thread_ended()
 
     # -- calls it makes
 
     def call_begun(self, future: asyncio.Future[Any]) -> None:
-        """The handler has made a call in turn, which is cancelled with it."""
+        """Record a call that the handler has made in turn, and that is cancelled with it."""
         if self.nested is None:
             self.nested = []
         elif len(self.nested) >= self.nested_limit:
@@ -189,7 +188,7 @@ class Run(msgspec.Struct):
         if self.task is not None:
             self.task.cancel()
         elif self.inbound.claim(self):
-            # first, so that a thread that waits for one of them goes on
+            # first, so that a thread that waits for one of these calls continues
             self.cancel_nested()
             self.host.replies.raised(self, asyncio.CancelledError())
 

@@ -1,4 +1,4 @@
-"""A request whose function runs in a thread, from there to its answer."""
+"""A request whose function runs in a thread, from the call to the reply."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from arpc.wire.values.packing import Slot
 
 __all__ = ["ThreadJob"]
 
-# Of requests of a quick function, only those with an id that has none of these bits are measured
+# Of the requests for a quick function, one in 16 is measured: those whose id has none of these bits
 _UNMEASURED: Final = 15
 _clock = time.perf_counter
 _is_grad_enabled = torch.is_grad_enabled
@@ -30,18 +30,18 @@ class ThreadJob(msgspec.Struct):
 
     run: Run
     replies: ThreadReplies | None = None
-    """Where the thread may put the answer."""
+    """The outbox for the reply, if the thread may send it."""
     result: Any = None
     error: BaseException | None = None
     content: Content | None = None
-    """The result as it is sent, if the thread has encoded it."""
+    """The encoded result, if the thread has encoded it."""
     pickled: tuple[bytes, list[Slot]] | None = None
     """The pickle and the slots of the result, if the thread has made them and the loop does the rest."""
 
     def work(self) -> Callable[[], None] | ThreadReplies | None:
         """Call the function, in a thread."""
         run = self.run
-        # taken before the look: a run that ends drops them after it has said so
+        # read before the check, because a run that ends sets `ended` before it drops them
         args, kwargs, context = run.args, run.kwargs, run.context
         if run.ended:
             return run.leave_window if run.is_counted else None  # cancelled while it waited for a thread
@@ -51,23 +51,23 @@ class ThreadJob(msgspec.Struct):
         return context.run(self._call, args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any] | None) -> Callable[[], None] | ThreadReplies:
-        """Call the function in its context, in which its result is pickled, too."""
+        """Call the function in the context of the request, and pickle its result there, too."""
         run, replies = self.run, self.replies
         call, quickness = run.function.call, run.function.quickness
         run.args, run.kwargs = (), None
-        # Of those that are known to be quick some are measured, to see that they still are
+        # Some calls of quick functions are measured, to see that these are still quick
         begin = 0.0 if quickness.is_quick and run.id & _UNMEASURED else _clock()
         try:
             result = call(*args, **kwargs) if kwargs else call(*args)
-        except BaseException as error:  # noqa: BLE001 - whatever it raises is the caller's
+        except BaseException as error:  # noqa: BLE001 - any error is sent to the caller
             self.error = error
             result = replies = None
-        # The blocks it was in have ended with it. Left are the two things that people switch without a block.
+        # Its `with` blocks have ended. Users change only two settings without a block: grad mode and default device.
         if not _is_grad_enabled() or _count_function_modes():
             torchstate.save_and_reset()
         if begin:
             quickness.measured(_clock() - begin)
-        # what it called may be on its way still, and is not to be overtaken by the answer
+        # calls that it made may not have been sent yet, and the reply must not overtake them
         if replies is not None and not run.has_called and run.nested is None and replies.put(self, result):
             return replies
         if run.creation is not None or (self.content is None and self.error is None):
@@ -75,15 +75,15 @@ class ThreadJob(msgspec.Struct):
         return self.finish
 
     def _postpone(self) -> None:
-        """It came to a thread before it was known how large its result is likely to be."""
+        """Queue the job, because it came to a thread before the likely size of its result was known."""
         if not self.run.ended:
             self.run.host.queue_of(self.run.inbound).submit(self)
 
     def finish(self) -> None:
-        """The loop does what is left to be done."""
+        """Do, on the loop, what is left to be done."""
         run = self.run
         if run.has_called:
-            # the loop may have looked for what threads have done before it looks at what they asked for
+            # the loop may collect finished jobs before it begins the calls that these have made
             run.has_called = False
             run.host.loop.call_soon(torchstate.run_with, torchstate.DEFAULTS, self.finish)
             return
@@ -91,7 +91,7 @@ class ThreadJob(msgspec.Struct):
             run.leave_window()
         replies = run.host.replies
         result, error, content = self.result, self.error, self.content
-        self.result = self.error = self.content = None  # it may be kept for a while, and they may be large
+        self.result = self.error = self.content = None  # the job may be kept for a while, and they may be large
         if run.ended:
             close_coroutine(result)  # it was cancelled meanwhile
         elif error is not None:

@@ -1,17 +1,18 @@
-"""Threads that run plain functions, and answer without the loop or hand results back to it in batches.
+"""Threads that run plain functions, and send the replies themselves or hand results to the loop in batches.
 
-What costs time is not the function but the way there and back. Six things make it short:
+For a small function, the switches to a thread and back cost more than the function. Six measures make them cheap:
 
-- The loop wakes a thread by a write to a file descriptor, which releases the interpreter lock meanwhile. A thread that
-  a lock or a queue wakes could do nothing but wait for the interpreter.
-- Each thread has its own descriptor, and the one that fell asleep last is woken. One for all would wake all threads.
-- A job may leave what is to be sent in an `Outbox`, which its thread sends. Then the loop is not woken at all.
-- The loop lets the thread have the CPU at once if the function has proved to be *quick*. Otherwise the thread may have
+- The loop wakes a thread by a write to a file descriptor, which releases the interpreter lock meanwhile. A thread woken
+  by a lock or a queue would have to wait for the interpreter lock.
+- Each thread has its own descriptor, and the loop wakes the thread that fell asleep last. A shared descriptor would
+  wake all threads.
+- A job may leave messages in an `Outbox`, which its thread sends. Then the loop is not woken at all.
+- The loop yields the CPU to the thread at once if the function has proved to be *quick*. Otherwise the thread may have
   to wait until the loop has ended its turn.
-- Quick functions share one thread, which sends the answers of many of them at once. If one of them is stuck after all,
-  other threads help soon.
-- That takes a timer, but not while a single job is under way: a timer that is about to go off costs as much as a switch
-  of threads, each time the loop goes to sleep.
+- Quick functions share one thread, which sends the replies of many of them at once. If one of them blocks after all,
+  other threads soon take over.
+- That takes a timer, but not while a single job is under way: a timer that is due soon costs as much as a switch of
+  threads, each time the loop goes to sleep.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ __all__ = ["Outbox", "ThreadPool"]
 
 logger = get_logger("arpc.threads")
 
-# Longer than the system's own tick of 1 to 4 ms: a timer that is behind it costs little
+# Longer than the system's own tick of 1 to 4 ms, because a timer beyond that tick costs little
 _HELP_AFTER_S: Final = 0.01
 _AWAY_S: Final = 0.0002
 _MOST_TURNS_KEPT: Final = 1 << 14
@@ -42,35 +43,35 @@ _yield_cpu: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
 
 
 class Outbox:
-    """Where jobs leave what their thread is to send as soon as it has no other quick job. To be derived from.
+    """A base class for queues of messages that jobs leave to their thread, to send once it has no other quick job.
 
-    No abstract class: whether a job returned one is asked after each, and that takes longer of those.
+    It is not an abstract class, because `isinstance`, which is called after each job, is slower for those.
     """
 
     __slots__ = ("answers_a_write", "is_watched")
 
     def __init__(self) -> None:
         self.answers_a_write = 32
-        """How many of them wait for each other at most: the peer is at work on the first while the next are made."""
+        """The most replies that go into one write: the peer works on the first ones while the next are made."""
         self.is_watched = False
-        """The loop will look whether its thread is stuck."""
+        """Whether the loop will check if its thread is stuck."""
 
     def send(self) -> None:
-        """Send all there is, in the thread that calls. Must not raise, nor block."""
+        """Send all messages, in the calling thread. Must neither raise nor block."""
         raise NotImplementedError
 
     def send_on_loop(self) -> None:
-        """Send all there is, on the loop: the thread may be stuck in another job."""
+        """Send all messages, on the loop, because the thread may be stuck in another job."""
         raise NotImplementedError
 
 
 Job = Callable[[], Callable[[], None] | Outbox | None]
-"""Runs in a thread. If it returns a function, that runs on the loop afterwards; if an outbox, that is sent, and the
-loop is not woken. Must not raise, and must leave torch's state as it was."""
+"""A function to run in a thread. If it returns a function, that runs on the loop afterwards; if it returns an outbox,
+that is sent, and the loop is not woken. It must not raise, and must leave torch's state as it was."""
 
 
 class _WakeUp:
-    """Wakes one thread, which waits for it: once for each time that the loop sends it."""
+    """Wakes one thread: each `send` by the loop ends one `wait` of the thread."""
 
     def __init__(self) -> None:
         self.send: Callable[[], object]
@@ -79,7 +80,7 @@ class _WakeUp:
             descriptor = os.eventfd(0, os.EFD_SEMAPHORE | os.EFD_CLOEXEC)
             self.descriptors: tuple[int, ...] = (descriptor,)
             self.send = partial(os.eventfd_write, descriptor, 1)
-            self.wait = partial(os.read, descriptor, 8)  # not `eventfd_read`, which a signal ends
+            self.wait = partial(os.read, descriptor, 8)  # not `eventfd_read`, which a signal interrupts
         else:
             self.descriptors = read_from, write_to = os.pipe()
             self.send, self.wait = partial(os.write, write_to, b"1"), partial(os.read, read_from, 1)
@@ -90,17 +91,17 @@ class _WakeUp:
 
 
 class _Worker(threading.Thread):
-    """One thread of a pool, and what the loop may know of it."""
+    """One thread of a pool, with the state that the loop may read."""
 
     def __init__(self, work: Callable[[_Worker], None], name: str) -> None:
         super().__init__(target=work, args=(self,), name=name, daemon=True)
         self.wake_up = _WakeUp()
         self.answered = 0
-        """Jobs that it has finished without the loop."""
+        """The number of jobs that it has finished without the loop."""
         self.is_slow = False
-        """It is in a job that is not known to be quick."""
+        """Whether it runs a job that is not known to be quick."""
         self.clock: int | None = None
-        """Goes while it has a CPU, if the system tells."""
+        """The id of the clock of its CPU time, while it runs; None if the system has no such clock."""
 
     def start(self) -> None:
         try:
@@ -135,28 +136,28 @@ class ThreadPool:
         self.size = size
         self._name = name
         self._jobs: deque[tuple[Job, bool]] = deque()
-        """What is to be done, and whether it is quick."""
+        """The jobs to do, each with whether it is quick."""
         self._threads: list[_Worker] = []
         self._sleepers: list[_WakeUp] = []
-        """Of the threads that sleep. The last to fall asleep, whose memory is warm, is the first to be woken."""
+        """The wake-ups of sleeping threads. The last to fall asleep, whose memory is in the caches, is woken first."""
         self._submitted = 0
         self._collected = 0
-        """Jobs that have ended on the loop."""
+        """The number of jobs that have ended on the loop."""
         self._wanted = 0
-        """Threads that the jobs of this turn want for themselves."""
+        """The number of jobs of this turn that need a thread of their own."""
         self._will_wake = False
         self._is_stuck = False
-        """A job that was said to be quick is not, and may still run."""
+        """Whether a job that was submitted as quick is not, and may still run."""
         self._helper: asyncio.TimerHandle | None = None
         self._expected = 0
-        """How many jobs had threads when the helper was called: if no more have been taken since, it helps."""
+        """The number of jobs expected to have a thread when `_helper` fires. If there are no more, it adds threads."""
         self._tasks_are_isolated = torchstate.isolates_all_tasks(loop)
         self._done: deque[Callable[[], None] | None] = deque()
         self._wake_up_sent = False
         self._turns_kept = self._turns_to_keep = 0
-        """How often the loop does not give way to a thread, in the present and from the next time on."""
+        """The number of times that the loop does not yield the CPU: those left now, and those after the next yield."""
         self._unsent: deque[Outbox] = deque()
-        """What threads may still have to send while they are in another job."""
+        """The outboxes that threads may still have to send while they run another job."""
         self._closed = False
 
     # -- on the loop
@@ -164,15 +165,15 @@ class ThreadPool:
     def submit(self, job: Job, is_quick: bool = False, is_alone: bool = False) -> None:
         """Run a job in a thread, from the end of this turn of the loop on. Called on the loop.
 
-        One that is quick may wait for others that are. One that is alone, as no other is about to be submitted in this
-        turn, may begin at once.
+        A quick job may wait for other quick jobs. ``is_alone``: no other job is about to be submitted in this turn, so
+        this one may begin at once.
         """
         self._jobs.append((job, is_quick))
         self._submitted += 1
         sleepers = self._sleepers
         if is_alone and sleepers and len(sleepers) == len(self._threads):
-            # A thread that is woken here often runs before this one goes on. What it has finished by then needs no
-            # wake-up.
+            # A thread that is woken here often runs before this one continues. Jobs that it has finished by then need
+            # no wake-up of the loop.
             self._wake_up_sent = True
             self._wake()
             if is_quick:
@@ -184,19 +185,19 @@ class ThreadPool:
         if not is_quick:
             self._wanted += 1
         if self._closed:
-            # What ends late may have something to clear away still, when the others have gone. The thread ends when it
+            # A handler that ends late may still have to clean up when all threads have ended. This one ends when it
             # finds no other job.
             self._launch()
         elif not self._will_wake:
-            # With the last read of this turn done, the loop has nothing better to do than to let a thread run
+            # After the last read of this turn, the loop may as well let a thread run
             self._will_wake = True
             self._loop.call_soon(self._wake_threads)
 
     def _give_way(self) -> None:
-        """Let the thread that was woken have the CPU, while nobody else wants that.
+        """Yield the CPU to the thread that was woken, unless other programs compete for it.
 
-        It comes back after a quick job. If it takes longer, another program has taken it: then this is tried again much
-        later, each time in which that happens.
+        The CPU comes back after a quick job. If it takes longer, another program has taken it: then the next attempt is
+        made much later, and later still if that happens again.
         """
         if self._turns_kept:
             self._turns_kept -= 1
@@ -217,19 +218,19 @@ class ThreadPool:
         jobs = len(self._jobs)
         taken = self._submitted - jobs
         awake = len(self._threads) - len(self._sleepers)
-        # What was taken and is not finished may keep a thread busy each; those that are awake and not busy are about
-        # to take the first jobs of the queue
+        # Each job that was taken and is not finished may keep a thread busy; threads that are awake and not busy are
+        # about to take the first jobs of the queue
         busy = max(0, min(self._unfinished - jobs, awake))
         takers = awake - busy
         wanted, self._wanted = self._wanted, 0
         if not busy:
             self._is_stuck = False
         if not wanted and (self._is_stuck or awake <= self._slow_threads):
-            wanted = 1  # otherwise a thread is at other quick jobs and takes these soon
+            wanted = 1  # otherwise a thread runs other quick jobs, and takes these soon
         wanted = max(0, min(wanted, jobs - takers, self.size - awake))
         if jobs > takers + wanted and busy < self.size and self._helper is None:
-            # The threads that are to take them may get stuck. With all threads at work none could help: each takes
-            # the next job before it sleeps.
+            # The threads that are to take them may get stuck. If all threads are busy, none could help: each takes the
+            # next job before it sleeps.
             self._look_later(taken + takers + wanted)
         self._wake_up_sent = True  # as in `submit`
         try:
@@ -245,23 +246,23 @@ class ThreadPool:
         try:
             wake_up = self._sleepers.pop()
         except IndexError:
-            return False  # the last of them may have seen a job by itself, just now
+            return False  # the last of them may just have found a job by itself
         wake_up.send()
         return True
 
     def _launch(self) -> None:
         thread = _Worker(self._work, f"arpc-{self._name}-{len(self._threads)}")
         thread.start()
-        self._threads.append(thread)  # after that: if the system has no more, the pool must not count on this one
+        self._threads.append(thread)  # last: if the system has no more threads, the pool must not count this one
 
     def _look_later(self, expected: int) -> None:
-        """See in a while whether more jobs have been taken than are expected in any case."""
+        """Check later whether threads have taken more than the ``expected`` number of jobs."""
         self._expected = expected
         self._helper = self._loop.call_later(_HELP_AFTER_S, self._help)
 
     def _help(self) -> None:
-        """Jobs, and answers to others, may have been waiting for a while."""
-        # First this: from now on no thread counts on it
+        """Send the replies, and start the jobs, that may wait behind a thread that is stuck."""
+        # First of all, so that from now on no thread relies on it
         self._helper = None
         self._send_unsent()
         if not self._jobs or self._closed:
@@ -281,9 +282,9 @@ class ThreadPool:
             outbox.send_on_loop()
 
     def _collect(self) -> None:
-        """Do the rest of the jobs that threads have done."""
+        """Run the functions that finished jobs have returned for the loop."""
         if not self._tasks_are_isolated and not torchstate.is_pristine():
-            # the loop is between two steps of a task that has switched something off for itself
+            # a suspended task, in a no_grad() block, say, has left its torch state on this thread
             torchstate.run_with(torchstate.DEFAULTS, self._collect)
             return
         self._wake_up_sent = False
@@ -297,7 +298,7 @@ class ThreadPool:
     def close(self) -> None:
         """End the threads as they become free. One that is stuck in user code is left behind: it is a daemon.
 
-        What is submitted before that, or even later by a handler that could not be stopped, is still run.
+        Jobs submitted before that, or even later by a handler that could not be stopped, are still run.
         """
         if self._closed:
             return
@@ -311,11 +312,11 @@ class ThreadPool:
         while self._wake():
             pass
 
-    # -- what is known of it
+    # -- state
 
     @property
     def jobs_answered(self) -> int:
-        """Jobs that threads finished without the loop."""
+        """The number of jobs that threads have finished without the loop."""
         return sum([thread.answered for thread in self._threads])
 
     @property
@@ -332,22 +333,22 @@ class ThreadPool:
 
     @property
     def is_asleep(self) -> bool:
-        """No thread has anything to do."""
+        """Whether all threads sleep."""
         return len(self._sleepers) == len(self._threads)
 
     @property
     def is_ahead(self) -> bool:
-        """Threads have done more than the loop has taken note of, and may as well wait for it."""
+        """Whether more than `size` finished jobs wait for the loop, so that threads may as well wait for it."""
         return len(self._done) > self.size
 
     @property
     def is_in_slow_job(self) -> bool:
-        """A thread is in a job that is not known to be quick."""
+        """Whether a thread runs a job that is not known to be quick."""
         return bool(self._slow_threads)
 
     @property
     def cpu_s(self) -> float:
-        """The time of a CPU that the threads have had; 0.0 where the system does not tell."""
+        """The CPU time of the threads in seconds; 0.0 where the system does not measure it."""
         return sum([thread.cpu_s for thread in self._threads])
 
     def statistics(self) -> dict[str, int]:
@@ -361,7 +362,7 @@ class ThreadPool:
     # -- in a thread
 
     def _work(self, thread: _Worker) -> None:
-        """The whole life of a thread."""
+        """Run jobs, in a thread of the pool, until the pool is closed."""
         outbox: Outbox | None = None
         unsent = 0
         jobs = self._jobs
@@ -383,7 +384,7 @@ class ThreadPool:
                 is_quick
                 and unsent < outbox.answers_a_write
                 and (outbox.is_watched or self._watch(outbox))
-                and self._helper is not None  # otherwise the loop does not look after what is unsent
+                and self._helper is not None  # otherwise the loop would not send what is left
             ):
                 outbox.send()
                 outbox = None
@@ -391,7 +392,7 @@ class ThreadPool:
             try:
                 result = job()
             except BaseException:
-                # Jobs report their own errors; whatever arrives here is a bug, and must not cost the pool a thread
+                # Jobs report their own errors; an error here is a bug, and must not cost the pool a thread
                 logger.exception("an internal error in a worker thread")
                 result = None
             thread.is_slow = False
@@ -403,17 +404,17 @@ class ThreadPool:
                     outbox = result
                     unsent = 0
                 unsent += 1
-                # Before it is sent: when the next job comes, which may be as soon as the answer is out, the loop shall
-                # know that a thread is free
+                # Before the reply is sent: the next job may come as soon as it is out, and by then the loop must count
+                # this thread as free
                 thread.answered += 1
             elif not self._tell(result):
                 return
-            del result  # what it refers to is not to stay while this thread sleeps
+            del result  # the objects that it refers to must not live on while this thread sleeps
 
     def _sleep(self, wake_up: _WakeUp) -> None:
         """Wait until there is a job, in a thread that found none."""
         self._sleepers.append(wake_up)
-        # Looked at again: the loop did not know that this one sleeps when it submitted the last job
+        # Check again: the loop may have submitted a job before this thread counted as asleep
         if self._jobs or self._closed:
             try:
                 self._sleepers.remove(wake_up)
@@ -424,16 +425,16 @@ class ThreadPool:
         wake_up.wait()
 
     def _watch(self, outbox: Outbox) -> bool:
-        """Let the loop send what is in there, should this thread be stuck in its next job."""
+        """Let the loop send the outbox, should this thread get stuck in its next job. Returns True."""
         outbox.is_watched = True
         self._unsent.append(outbox)
         return True
 
     def _tell(self, then: Callable[[], None] | None) -> bool:
-        """Let the loop do the rest of a job; False if the loop is closed."""
+        """Let the loop run the rest of a job; False if the loop is closed."""
         self._done.append(then)
-        # Only the first result after the loop looked needs to wake it. A race costs a spare wake-up, never a lost one:
-        # the loop clears the flag before it empties the queue.
+        # Only the first result after the loop has emptied the queue needs to wake it. A race costs a spare wake-up, but
+        # never loses one: the loop clears the flag before it empties the queue.
         if not self._wake_up_sent:
             self._wake_up_sent = True
             try:
@@ -445,17 +446,17 @@ class ThreadPool:
     # -- for coroutines
 
     def call(self, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
-        """A future for ``function(*args)`` run in a thread, as a step of the work that calls it."""
+        """Run ``function(*args)`` in a thread, as a step of the calling work; returns a future for the result."""
         if (steps := torchstate.current_steps.get()) is not None:
             function = partial(torchstate.call_stepped, steps, function)
         call = _Call(self._loop.create_future(), function, args)
-        # Few of these come in the same turn. The first then begins at once, which saves a turn of the loop
+        # Few of these come in one turn, so the first begins at once, which saves a turn of the loop
         self.submit(call.work, is_alone=True)
         return call.future
 
 
 class _Call:
-    """One `ThreadPool.call`. It forgets how it went: the frames of an error lead here, and so would never be freed."""
+    """One `ThreadPool.call`. It drops its outcome, because an error's frames refer to it and would live on."""
 
     __slots__ = ("_args", "_error", "_function", "_result", "future")
 
@@ -468,10 +469,10 @@ class _Call:
 
     def work(self) -> Callable[[], None]:
         try:
-            # a step of a generator may end in the middle of a block
+            # a step of a generator may end inside a `with` block
             self._result = torchstate.call_isolated(self._function, *self._args)
         except BaseException as error:  # noqa: BLE001 - it is raised where the future is awaited
-            # raised where the future is awaited, these two would end the coroutine there in another way
+            # in the coroutine that awaits the future, these two would not act as ordinary errors
             is_special = is_a(error, (StopIteration, GeneratorExit))
             self._error = set_cause(RuntimeError(summary_of(error)), error) if is_special else error
         return self._settle

@@ -1,15 +1,15 @@
-"""Answers that threads send themselves, without waking the loop.
+"""Replies that threads send themselves, without waking the loop.
 
-The thread in which a plain function ends encodes the answer. Unless that takes something that belongs to the loop
-(RRefs, metadata of most interceptors, large tensors, a schema to announce), it goes to the *outbox* of its connection,
-and the thread sends all that is there before it goes to sleep, in one write. The loop sends what a thread leaves
-behind, because the peer does not take it now or the thread is stuck in its next function.
+The thread in which a plain function ends encodes the reply. Unless that needs something that belongs to the loop
+(RRefs, metadata of most interceptors, large tensors, a schema to announce), the reply goes to the *outbox* of its
+connection, and the thread sends the whole outbox before it goes to sleep, in one write. The loop sends what a thread
+leaves in the outbox, because the peer does not read now or the thread is stuck in its next function.
 
-With all answers in one write, caller and callee would wait for each other, and one of two CPUs would always be idle. So
-if the caller has another CPU, half of the answers go ahead. On one CPU, fewer writes are better.
+With all replies in one write, caller and callee would wait for each other, and one of two CPUs would always be idle. So
+if the caller has another CPU, half of the replies are sent ahead. On one CPU, fewer writes are better.
 
-A thread that has an answer takes its request out of the connection's table (`Inbound.claim`), which is atomic. A
-cancellation, a deadline and the end of a connection do the same, so each request ends once.
+A thread that has a reply takes its request out of the connection's table (`Inbound.claim`), which is atomic. So do a
+cancellation, a deadline and the end of a connection, so that each request ends once.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _WRITE_BYTES: Final = 1 << 16
 _FEWEST_A_WRITE: Final = 8
 _MOST_A_WRITE: Final = 32
 _WRITES_A_LOOK: Final = 32
-"""Between two looks whether the peer is on the same CPU: processes are moved seldom."""
+"""The writes between two checks whether the peer is on the same CPU: the system seldom moves processes."""
 _REPLY: Final = int(MessageType.REPLY)
 _NOTHING: Final = Content(b"")
 
@@ -64,7 +64,7 @@ class ThreadReplies(Outbox):
         encode: Callable[[Run, Any], Content],
         readmit: Callable[[Inbound], None],
     ) -> None:
-        """``encode`` makes the content of a reply, in any thread. Raises `TakesLoopError` if it cannot."""
+        """``encode`` makes the content of a reply, in any thread, or raises `TakesLoopError` if only the loop can."""
         super().__init__()
         self._answers: deque[bytes] = deque()
         """Frames that have not been sent."""
@@ -78,13 +78,13 @@ class ThreadReplies(Outbox):
 
     @property
     def has_unsent(self) -> bool:
-        """Whether answers wait to be written."""
+        """Whether replies wait to be written."""
         return bool(self._answers)
 
     def put(self, job: ThreadJob, result: Any) -> bool:
-        """Keep the result of a request to be sent; False if that takes the loop. In the thread of the request.
+        """Put the reply to a request into the outbox; False if that takes the loop. Called in the request's thread.
 
-        What the loop needs not do again is noted in the job.
+        Work that the loop need not do again is stored in the job.
         """
         run = job.run
         if run.ended or (result is not None and is_coroutine(result)):
@@ -96,11 +96,11 @@ class ThreadReplies(Outbox):
         except TakesLoopError as error:
             job.pickled = error.args
             return False
-        except BaseException as error:  # noqa: BLE001 - pickling runs user code; whatever it raises is the caller's
+        except BaseException as error:  # noqa: BLE001 - pickling runs user code; any error is sent to the caller
             if creation is None:
                 job.error = error
             else:
-                job.content = self._encode(run, TO_BE_FETCHED)  # the caller's fetch says why it cannot be sent
+                job.content = self._encode(run, TO_BE_FETCHED)  # the caller's fetch raises the reason
             return False
         inbound = self._inbound
         data = inbound.connection.frame_in_thread(_REPLY, run.id, content)
@@ -118,7 +118,7 @@ class ThreadReplies(Outbox):
         return True
 
     def send(self) -> None:
-        """Send all there is, in any thread but the loop's."""
+        """Send all replies, in any thread but the loop's."""
         answers = self._answers
         if len(answers) > 1:
             self._find_portion()
@@ -133,12 +133,12 @@ class ThreadReplies(Outbox):
                 answers.extendleft(reversed(frames))
                 self._leave_to_loop()
                 return
-        # Looked at after requests have been taken out: if it is false now, the code that makes it true sees the room
+        # Checked after requests have been taken out: if it is false now, the code that sets it sees the room
         if self._inbound.is_full:
             self._leave_to_loop()
 
     def _join(self, frames: list[bytes]) -> None:
-        """Add the next answers, as many as go with the first."""
+        """Add the next replies, as many as fit into one write with the first."""
         left_bytes = _WRITE_BYTES - len(frames[0])
         with suppress(IndexError):
             while left_bytes > 0:
@@ -147,13 +147,13 @@ class ThreadReplies(Outbox):
                 left_bytes -= len(data)
 
     def _find_portion(self) -> None:
-        """Find how many answers go at once: half of what the caller seems to have under way, if it is elsewhere."""
+        """Set how many replies go into one write: half of the requests in flight, if the caller has another CPU."""
         running = len(self._inbound.running) + len(self._answers)
-        # Threads may get in each other's way here; then it is looked a bit earlier or later
+        # A race between threads only makes the next check a bit earlier or later
         if self._until_look:
             self._until_look -= 1
             if running <= self._most_running:
-                return  # the others may be in a socket
+                return  # other requests may still be in a socket
         else:
             self._until_look = _WRITES_A_LOOK
             self._is_peer_elsewhere = self._inbound.connection.is_peer_elsewhere
@@ -166,12 +166,12 @@ class ThreadReplies(Outbox):
             self._inbound.connection.loop.call_soon_threadsafe(self.send_on_loop)
 
     def send_on_loop(self) -> None:
-        """Send all there is, on the loop."""
+        """Send all replies, on the loop."""
         inbound, answers = self._inbound, self._answers
         with suppress(IndexError):
             while True:
                 data = answers.popleft()
-                with suppress(ConnectionClosedError):  # then the caller knows
+                with suppress(ConnectionClosedError):  # the caller's end is closed, too
                     inbound.connection.send(data)
         if inbound.is_full:
             self._readmit(inbound)

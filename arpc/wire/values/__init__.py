@@ -1,1 +1,1 @@
-"""Objects to bytes and back: pickles, tensors by schema, and the policy that reads what peers send."""
+"""Objects to bytes and back: pickles, tensors by schema, and the policies for reading what peers send."""

@@ -1,7 +1,7 @@
 """Values of Python, torch and arpc that any pickle may make: numbers, dates, containers, sizes, tensors.
 
-Each is made by a function that checks what it is handed. Constructors that read bytes (those of dates do) do not look
-at all of them, and native code relies on what they skip: so what they have made is checked before it is used.
+Each is made by a function that checks its arguments. Constructors that read bytes (those of dates do) do not check all
+of them, although native code relies on them, so the objects that they make are checked before use.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def _factory(value: Any) -> bool:
 
 
 def _checked(make: Callable[..., Any]) -> Callable[..., Any]:
-    """A constructor whose results are checked: those of dates take bytes as they are, see `check_made`."""
+    """Return a constructor that checks its results: those of dates do not check bytes, see `check_made`."""
 
     def checked(*args: Any) -> Any:
         try:

@@ -1,8 +1,8 @@
-"""What may be called and what may be built here, for workers that do not trust the pickles of others.
+"""The lists of what may be called and made here, for workers that do not trust the pickles of their peers.
 
-A pickle is a program: it names functions and classes of any module, and calls them. In allow-list mode it names what
-is in the lists of this module and nothing else. No module is imported for it and no attribute looked up.
-`wire.values.allowed_values`, `wire.values.arrays` and `wire.values.exceptions` put in what is there from the start;
+A pickle is a program: it names functions and classes of any module, and calls them. In allow-list mode it may name only
+objects on the lists of this module; no module is imported for it and no attribute looked up.
+`wire.values.allowed_values`, `wire.values.arrays` and `wire.values.exceptions` fill the lists at import;
 `wire.values.restricted` reads pickles by the lists.
 """
 
@@ -43,18 +43,18 @@ T = TypeVar("T", bound=Callable[..., Any])
 C = TypeVar("C", bound=type)
 
 Key = tuple[str, str]
-"""Module and qualified name, as a pickle says them."""
+"""Module and qualified name, as a pickle has them."""
 
 
 class _Classes:
-    """Classes by the names that pickles have for them."""
+    """Classes by their names in pickles."""
 
     def __init__(self) -> None:
         self.by_key: dict[Key, type] = {}
         self._by_id: dict[int, type] = {}
 
     def __contains__(self, obj: object) -> bool:
-        """Whether this very object is among them; what it takes itself to be equal to does not matter."""
+        """Whether this very object is among the classes. Its own ``__eq__`` and ``__hash__`` are not used."""
         return id(obj) in self._by_id
 
     def add(self, cls: type) -> None:
@@ -63,24 +63,24 @@ class _Classes:
 
 # These are declarations about code, made where the code is; not state of a worker.
 EXPORTED: Final[dict[Key, Callable[..., Any]]] = {}
-"""What others may call, and a pickle may name if the role of its sender allows it."""
+"""Functions and classes that peers may call, and a pickle may name if its sender's role allows it."""
 QUICK: Final[dict[Key, Any]] = {}
-"""What pickle's own reader in C may find: `Checked` functions whose results have no state, and immutable objects."""
+"""Objects that the reader in C finds, too: `Checked` functions whose results have no state, and immutable objects."""
 NAMES: Final[dict[Key, Any]] = {}
-"""What the careful reader finds, too: `Checked` functions, and what a pickle may name and not call."""
+"""Objects for the careful reader only: `Checked` functions, and objects that a pickle may name but not call."""
 CLASSES: Final = _Classes()
 """Registered classes: the careful reader makes instances of them, see `wire.values.registered_classes`."""
 TENSOR_CLASSES: Final = _Classes()
-"""Registered subclasses of Tensor. A pickle names one and does not call it: that would give it memory of others."""
+"""Registered subclasses of Tensor. A pickle may name but not call them: a call returns uninitialized memory."""
 MAKERS: Final[dict[int, Checked]] = {}
-"""By the id of a class among the names: what makes an instance when a pickle calls the class."""
+"""The functions that make an instance when a pickle calls a class of `NAMES`, by the id of the class."""
 
 _MAX_SHOWN: Final = 200
 _NOT_DATA: Final = (type, np.ndarray, np.generic, np.dtype, memoryview, torch.UntypedStorage, torch.TypedStorage)
 
 
 def key_of(obj: Any) -> Key:
-    """How pickles name something. Raises `ConfigurationError` for what others cannot name."""
+    """Return the name of an object in pickles. Raises `ConfigurationError` for an object that peers cannot name."""
     module, name = getattr(obj, "__module__", None), getattr(obj, "__qualname__", None)
     if isinstance(obj, BuiltinFunctionType | MethodDescriptorType):
         found = importable_name(obj)
@@ -99,10 +99,11 @@ def key_of(obj: Any) -> Key:
 
 
 def export(function: T) -> T:
-    """Let others call a function in allow-list mode (``RpcOptions(allow="exported")``); without that it means nothing.
+    """Let peers call a function in allow-list mode (``RpcOptions(allow="exported")``). Other modes ignore this.
 
-    Of a class, others may make instances and call the public methods that it defines itself, through RRefs. Functions
-    of other libraries can be exported too: ``arpc.export(torch.add)``.
+    If a class is exported, peers may make instances and call the public methods that it defines itself, through RRefs.
+    Functions of other libraries can be exported too: ``arpc.export(torch.add)``. Raises `TypeError` for an object that
+    is not callable, `ConfigurationError` for one that has no name in a module.
 
     >>> @export
     ... async def add(a: int, b: int) -> int:
@@ -115,13 +116,13 @@ def export(function: T) -> T:
 
 
 def register_type(cls: C) -> C:
-    """Let instances of a class travel in allow-list mode; without that it means nothing.
+    """Let messages contain instances of a class in allow-list mode. Other modes ignore this.
 
-    A peer may call the class with any arguments, and set any attribute of the instance that is no method and has no
-    name with two underscores on both sides. A ``__setstate__`` that the class defines is called with any state.
-    Register plain data (dataclasses, named tuples, enums, exceptions, subclasses of Tensor), and no class that opens
-    files or executes its arguments. A subclass of Tensor is never called: its instances are made of tensors that came
-    with the message.
+    A peer may call the class with any arguments, and set any attribute of the instance, except methods and names with
+    two underscores on both sides. A ``__setstate__`` that the class defines is called with any state. So register plain
+    data (dataclasses, named tuples, enums, exceptions, subclasses of Tensor), and no class that opens files or executes
+    its arguments. A subclass of Tensor is never called: its instances are made from tensors of the message. Raises
+    `TypeError` for an object that is no such class.
 
     >>> @register_type
     ... class Point(tuple):
@@ -136,7 +137,7 @@ def register_type(cls: C) -> C:
 
 
 def allow_function(*checks: Check, required: int | None = None) -> Callable[[T], T]:
-    """Let pickles call a function of the runtime while they are read, with arguments that pass these checks."""
+    """Let pickles call a function of the runtime while they are read, with arguments that pass ``checks``."""
 
     def add(function: T) -> T:
         NAMES[key_of(function)] = Checked(function.__qualname__, function, *checks, required=required)
@@ -146,19 +147,19 @@ def allow_function(*checks: Check, required: int | None = None) -> Callable[[T],
 
 
 def add_maker(key: Key, cls: type, maker: Checked) -> None:
-    """Let pickles name a class that is not registered, and have its instances made by something that checks."""
+    """Let pickles name a class that is not registered, and make its instances by ``maker``, which checks arguments."""
     NAMES[key] = cls
     MAKERS[id(cls)] = maker
 
 
 def shown(key: Key) -> str:
-    """A name that a peer has chosen, for an error or a log: on one line, and not long."""
+    """Return a name that a peer has chosen in a form for errors and logs: on one line, and not long."""
     name = ".".join(key)
     return name if len(name) <= _MAX_SHOWN and name.isprintable() else ascii(name[:_MAX_SHOWN])
 
 
 def callable_named(key: Key) -> Callable[..., Any]:
-    """The exported function of that name. Raises `NotAllowedError`."""
+    """Return the exported function of that name. Raises `NotAllowedError` if there is none."""
     found = EXPORTED.get(key)
     if found is None:
         raise NotAllowedError(
@@ -168,10 +169,10 @@ def callable_named(key: Key) -> Callable[..., Any]:
 
 
 def may_call_method(cls: type, name: str) -> bool:
-    """Whether others may call a method of an instance.
+    """Whether peers may call a method of an instance of ``cls``.
 
-    They may if it is exported, or public and of an exported class that defines it. An instance of an exported class can
-    be called itself, whoever defines how.
+    They may if the method is exported, or if it is public and defined by an exported class. An instance of an exported
+    class can itself be called, whichever class defines ``__call__``.
     """
     if type(name) is not str:
         return False
@@ -189,5 +190,5 @@ def _is_exported_class(cls: type) -> bool:
 
 
 def _shared_module(module: str) -> str:
-    """What pickles call a module: the script has one name, whether or not multiprocessing has started it."""
+    """Return a module's name in pickles: the script's is ``__main__``, even if multiprocessing has started it."""
     return "__main__" if module in MAIN_NAMES else module

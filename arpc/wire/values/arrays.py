@@ -1,7 +1,7 @@
 """Arrays and numbers of numpy that a pickle may make: of numbers, texts and times, never of objects.
 
-An array of objects would be made of addresses. Sizes are computed in Python's integers, and must be those of the bytes
-that came.
+The bytes of an array of objects would be addresses. Sizes are computed in Python's integers, and must match the number
+of bytes that came.
 """
 
 from __future__ import annotations
@@ -24,19 +24,22 @@ _PLAIN_DTYPE: Final = re.compile(r"[<|=]?(?:[biufc]\d{1,2}|\?|[SU]\d{1,9}|[mM]8)
 _UNITS: Final = frozenset(b"Y M W D h m s ms us ns ps fs as generic".split())
 _MAX_STEP: Final = 1_000_000
 _MAX_CODE_POINT: Final = 0x10FFFF
-_MAX_DIMENSIONS: Final = 32  # in the older versions of numpy
+_MAX_DIMENSIONS: Final = 32  # the limit of older versions of numpy
 
 
 def _dtype(name: str, *_: Any) -> np.dtype[Any]:
     try:
-        # a new one: the state of a time is set on it
+        # a copy: `set_dtype_state` may change it
         return np.dtype(name, copy=True)
     except TypeError:
         raise NotAllowedError(f"an array of {name!r}, which numpy does not know") from None
 
 
 def set_dtype_state(made: np.dtype[Any], state: Any) -> None:
-    """All there is to know of a dtype is in its name, but for the unit of a time. Only our order of bytes is taken."""
+    """Set the unit of a dtype of times; the name has the rest of a dtype. Only this machine's byte order is accepted.
+
+    Raises `NotAllowedError`.
+    """
     if type(state) is not tuple or len(state) < 5 or state[1] not in {"<", "|", "="} or any(state[2:5]):
         raise NotAllowedError("an array of another byte order, or of records, is not allowed")
     if made.kind not in "mM" or len(state) == 8:
@@ -51,7 +54,7 @@ def set_dtype_state(made: np.dtype[Any], state: Any) -> None:
 
 def _check_extent(dtype: np.dtype[Any], shape: tuple[int, ...], memory: memoryview) -> None:
     _check_dtype(dtype)
-    # dimensions of no size must not hide what the others come to
+    # a size of 0 must not hide an overflow of the others
     if len(shape) > _MAX_DIMENSIONS or prod(size or 1 for size in shape) * dtype.itemsize >= 1 << 62:
         raise NotAllowedError("an array with more dimensions, or larger ones, than there can be")
     if prod(shape) * dtype.itemsize != memory.nbytes:
@@ -81,7 +84,7 @@ def _from_buffer(memory: Any, dtype: np.dtype[Any], shape: tuple[int, ...], orde
 
 
 def _fill(slot: Any, dtype: str = "", shape: tuple[int, ...] | None = None) -> Any:
-    """What fills a hole: a tensor, or the memory of an array."""
+    """Return the content of a hole: a tensor, or an array over the memory that came for it."""
     if not dtype:
         return slot
     if type(slot) not in {memoryview, PickleBuffer} or shape is None:
@@ -94,7 +97,7 @@ def _empty_array(*_: Any) -> Any:
 
 
 def set_array_state(made: np.ndarray[Any, Any], state: Any) -> None:
-    """Fill an array that was empty at first."""
+    """Fill an array that was made empty. Raises `NotAllowedError` for an array of objects, or a malformed state."""
     match state:
         case (1, tuple() as shape, np.dtype() as dtype, bool() | int() as is_fortran, bytes() as data):
             if SIZES.holds(shape) and is_fortran in {0, 1} and type(data) is bytes and made.size == 0:
@@ -121,7 +124,7 @@ _ARRAY_CLASS: Final = Check("numpy.ndarray", lambda value: value is np.ndarray)
 
 
 def _fill_lists() -> None:
-    # "QUICK": memory comes in a slot, and a pickle with slots that changes something is read with care
+    # in `QUICK`, because memory comes in a slot, and a pickle with slots that changes an object is read carefully
     QUICK[reducing.__name__, "_fill"] = Checked("tensor", _fill, ANYTHING, _DTYPE_NAME, SIZES, required=1)
     NAMES["numpy", "ndarray"] = np.ndarray
     NAMES["numpy", "dtype"] = Checked("numpy.dtype", _dtype, _DTYPE_NAME, FLAG, FLAG, required=1)

@@ -1,8 +1,8 @@
-"""Whether a tensor that a peer describes fits the memory that came for it.
+"""Checks whether a tensor that a peer describes fits the memory that came for it.
 
-Torch and numpy compute with integers of 64 bits. A description that a peer made up may overflow them: then their own
-checks pass, and the process reads memory that is not the message's, or is aborted. So everything that a peer says of a
-tensor is checked here first, in Python's integers, which do not overflow.
+Torch and numpy compute with integers of 64 bits. A forged description may overflow them: then their own checks pass,
+and the process reads memory outside of the message, or is aborted. So every description from a peer is checked here
+first, in Python's integers, which do not overflow.
 
 All functions take plain integers and raise `ProtocolError`.
 """
@@ -23,7 +23,7 @@ _MOST: Final = sys.maxsize
 
 
 def check_range(start: int, size_bytes: int, available_bytes: int) -> None:
-    """Refuse bytes that do not lie within the memory there is."""
+    """Refuse bytes that do not lie within the available memory."""
     if start < 0 or size_bytes < 0 or start + size_bytes > available_bytes:
         raise ProtocolError(f"{size_bytes} bytes from {start} on were announced, and there are {available_bytes}")
 
@@ -31,7 +31,7 @@ def check_range(start: int, size_bytes: int, available_bytes: int) -> None:
 def check_sizes(shape: Sequence[int], item_bytes: int = 1) -> None:
     """Refuse a shape whose number of elements, or bytes, torch cannot count, whether or not there is memory for them.
 
-    A size of 0 does not excuse the others: torch multiplies them all the same.
+    A size of 0 is left out of the product: torch multiplies the other sizes all the same.
     """
     if len(shape) > MAX_DIMENSIONS:
         raise ProtocolError(f"a tensor of {len(shape)} dimensions")
@@ -43,7 +43,7 @@ def check_sizes(shape: Sequence[int], item_bytes: int = 1) -> None:
 
 
 def check_contiguous(shape: Sequence[int], item_bytes: int, available_bytes: int) -> None:
-    """Refuse a contiguous tensor that is larger than the memory it begins."""
+    """Refuse a contiguous tensor that is larger than the available memory."""
     check_sizes(shape, item_bytes)
     check_range(0, prod(shape) * item_bytes, available_bytes)
 
@@ -51,7 +51,7 @@ def check_contiguous(shape: Sequence[int], item_bytes: int, available_bytes: int
 def check_strided(
     shape: Sequence[int], strides: Sequence[int], item_bytes: int, available_bytes: int, offset_bytes: int = 0
 ) -> None:
-    """Refuse a tensor with strides, counted in elements, that has an element outside of the memory there is.
+    """Refuse a tensor with an element outside of the available memory. Strides are counted in elements.
 
     Several elements may lie in the same place: such a tensor, as `Tensor.expand` makes it, takes no more memory than
     came for it.

@@ -1,8 +1,8 @@
-"""Functions that a pickle may call while it is read, each with checks of all that it may be handed.
+"""Functions that a pickle may call while it is read, each with checks for all its arguments.
 
-A restricted reader calls nothing that is not a registered class or a `Checked`. A `Checked` says of every argument what
-it must be, and looks at all of them before it calls anything, so that no function of the runtime meets a value whose
-type it does not expect. Checks go by the exact type: a subclass may bring code of its own.
+A restricted reader calls only registered classes, `Checked` functions, and a few immutable builtin types. A `Checked`
+has a check for every argument, and runs all of them before the call, so that no function of the runtime gets a value
+whose type it does not expect. Checks compare the exact type: a subclass may bring code of its own.
 """
 
 from __future__ import annotations
@@ -36,22 +36,23 @@ __all__ = [
 ]
 
 SCALARS: Final = frozenset((int, float, complex, bool, str, bytes, type(None)))
-"""Objects of just these types take up no slots, and to pickle them runs no code but the pickler's own."""
+"""Objects of exactly these types need no slots, and pickling them runs no code but the pickler's own."""
 _MAX_PLAIN_ITEMS: Final = 1000
 
 
 class Check(NamedTuple):
-    """What an argument must be: in words, and as a test."""
+    """A condition for an argument: in words, and as a test."""
 
     what: str
     holds: Callable[[Any], bool]
 
 
 class Checked:
-    """A callable of the runtime in a form that a pickle can call, and do nothing else to: it has no attributes.
+    """A callable of the runtime in a form that a pickle can only call, and not change: it has no attributes.
 
-    ``checks`` are for the arguments in their order, of which the first ``required`` must be there. ``rest``, if given,
-    is for any number of arguments after these. Raises `NotAllowedError` before anything is called.
+    ``checks`` are for the arguments in their order, of which the first ``required`` (by default all) are mandatory.
+    ``rest``, if given, is for any number of further arguments. If a check fails, a call raises `NotAllowedError` and
+    calls nothing.
     """
 
     __slots__ = ("_call", "_checks", "_name", "_required", "_rest")
@@ -97,7 +98,7 @@ class Checked:
 
 
 def kind_of(obj: Any) -> str:
-    """What an object is, for an error: not its repr, which may be long, slow, or code of its own."""
+    """Describe an object for an error by its type: its repr may be long or slow, or run code of its own."""
     return f"the class {obj.__qualname__}" if isinstance(obj, type) else f"a {type(obj).__qualname__}"
 
 
@@ -112,18 +113,18 @@ def is_plain(value: Any) -> bool:
 
 
 def exactly(*kinds: type) -> Check:
-    """An instance of one of these types, and of no subclass."""
+    """Return a check for an instance of one of these types, and of no subclass."""
     names = [kind.__name__ for kind in kinds]
     return Check(f"of type {' or '.join(names)}", lambda value: type(value) in kinds)
 
 
 def integer(low: int, high: int) -> Check:
-    """An int, not a bool, from ``low`` to ``high``."""
+    """Return a check for an int, not a bool, from ``low`` to ``high``."""
     return Check(f"an int from {low} to {high}", lambda value: type(value) is int and low <= value <= high)
 
 
 def all_of(container: type[list[Any] | tuple[Any, ...]], item: Check, limit: int) -> Check:
-    """A tuple or list of at most ``limit`` items, each of which passes a check."""
+    """Return a check for a tuple or list of at most ``limit`` items, each of which passes ``item``."""
 
     def holds(value: Any) -> bool:
         return type(value) is container and len(value) <= limit and all(item.holds(each) for each in value)

@@ -1,4 +1,4 @@
-"""The content of one message: what it says, apart from its header."""
+"""The content of one message: all but its header."""
 
 from __future__ import annotations
 
@@ -21,25 +21,25 @@ class Content(msgspec.Struct, gc=False):
     pickle: bytes
     meta: bytes = b""
     schema: Schema | None = None
-    """How the tensors are laid out; None if there are none."""
+    """The description of the tensors; None if there are none."""
     inline: Sequence[bytes] = ()
     """The memory of the small tensors, in order, each padded: ``schema.inline_bytes`` in total."""
     buffers: Sequence[memoryview] = ()
     """Large tensors, as flat bytes. They are sent from their own memory."""
     waits: Sequence[Callable[[], None]] = ()
-    """To be called, in a thread, before the buffers are read: they are being filled from devices."""
+    """Functions to call, in a thread, before the buffers are read: each waits for a copy from a device."""
 
     def size_bytes(self) -> int:
-        """Bytes it takes on its way, those of the header included."""
+        """Return the message's size on the wire, header included."""
         size = HEADER_BYTES + len(self.pickle) + len(self.meta)
         if self.schema is not None:
             size += self.schema.inline_bytes + sum(map(len, self.buffers))
         return size
 
     def framed(self, type_: int, flags: int, id_: int, arg: int, timeout_ms: int, number: int) -> bytes:
-        """The frame of a message with this content, which the buffers follow in DATA frames.
+        """Return the frame of a message with this content; the buffers follow it in DATA frames.
 
-        ``number`` is that of the schema; 0 if there is none, `ONE_OFF` if the frame is to have the table in it.
+        ``number`` is the schema's; 0 if there is no schema, `ONE_OFF` to include the table in the frame.
         """
         pickle, meta, schema = self.pickle, self.meta, self.schema
         if schema is None:

@@ -1,8 +1,8 @@
-"""How the bytes of a tensor get from a device into host memory, and back.
+"""Copies of tensors between devices and host memory.
 
-Between workers travels host memory. A `DeviceBackend` fills it from a device and takes it to one; a `Stager` says, of
-each tensor of a message, where it belongs on the other side. Nothing here waits on the loop's behalf: `download` only
-starts a copy, and what blocks is handed back, or is for a thread to call.
+Workers exchange host memory. A `DeviceBackend` copies it from a device and to a device; a `Stager` decides for each
+tensor of a message where the tensor belongs at the receiver. Nothing here blocks the event loop: `download` only starts
+a copy, and functions that block are returned to the caller, or are for threads.
 """
 
 from __future__ import annotations
@@ -16,32 +16,32 @@ from torch import Tensor
 __all__ = ["ACCELERATORS", "AcceleratorBackend", "DeviceBackend", "Staged", "Stager"]
 
 ACCELERATORS: Final = ("cuda", "xpu")
-"""Types of devices that torch drives with streams and events, in one and the same way."""
+"""Device types for which torch has the same interface of streams and events."""
 
 
 class DeviceBackend(Protocol):
     """Moves bytes between host memory and the devices of one type."""
 
     def count(self) -> int:
-        """How many devices there are."""
+        """Return the number of devices."""
 
     def download(self, tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
-        """Begin to copy a strided tensor to host memory. Called on the loop, in the context of whoever sends.
+        """Start to copy a strided tensor to host memory. Called on the loop, in the context of the sending code.
 
-        The contiguous copy, and what returns once its bytes are there: that blocks, and is for any thread.
+        Returns the contiguous copy, and a function that blocks until its bytes are there, for any thread.
         """
 
     def upload(self, memory: memoryview, device: torch.device) -> Tensor:
-        """The bytes on a device, as a flat tensor of uint8. Blocks until they are there; for any thread."""
+        """Copy bytes to a device, as a flat tensor of uint8. Blocks until they are there; for any thread."""
 
     def adopt(self, tensor: Tensor) -> None:
-        """What was uploaded is about to be used. Called on the loop, in the context of whoever uses it."""
+        """Prepare an uploaded tensor for use. Called on the loop, in the context of the code that uses it."""
 
 
 class AcceleratorBackend:
     """The devices of one of the `ACCELERATORS`.
 
-    Copies run on streams of their own, so they delay no kernel, and no copy waits for another direction's.
+    Copies run on streams of their own, so they delay no kernels, and uploads and downloads do not delay each other.
     """
 
     def __init__(self, device_type: str) -> None:
@@ -55,9 +55,9 @@ class AcceleratorBackend:
 
     def download(self, tensor: Tensor) -> tuple[Tensor, Callable[[], None]]:
         device = tensor.device
-        # on the caller's stream, behind whatever computes it
+        # on the caller's stream, after the kernels that compute it
         source = tensor.contiguous()
-        # pinned: into other memory the driver would copy while this thread waits
+        # pinned: a copy into other memory would block this thread
         host = torch.empty(source.shape, dtype=source.dtype, pin_memory=True)
         stream = self._stream(self._down, device)
         stream.wait_stream(self._torch.current_stream(device))
@@ -65,7 +65,7 @@ class AcceleratorBackend:
             host.copy_(source, non_blocking=True)
             copied = self._torch.Event()
             copied.record(stream)
-        # its memory is not for others before the copy is done, even if the caller drops it now
+        # torch must not reuse its memory before the copy is done, even if the caller drops it now
         source.record_stream(stream)
         return host, copied.synchronize
 
@@ -87,22 +87,22 @@ class AcceleratorBackend:
 
 
 class Staged(NamedTuple):
-    """A tensor on its way out: its bytes in host memory, once ``wait`` has returned, and where they belong."""
+    """A tensor to send: its bytes in host memory, once ``wait`` has returned, and the device that they belong on."""
 
     host: Tensor
     device: str
-    """Empty: in host memory."""
+    """The device's name in the message; empty for host memory."""
     wait: Callable[[], None] | None
 
 
 class Stager(Protocol):
-    """Knows where the tensors of one message belong."""
+    """Decides where the tensors of one message belong."""
 
     moves_host_memory: bool
-    """Tensors on the CPU may have to go elsewhere, too."""
+    """Whether tensors on the CPU may belong on a device, too."""
 
     def stage(self, tensor: Tensor) -> Staged | None:
-        """Begin to bring a tensor into host memory; None if it is there and stays there, or has no memory at all.
+        """Start to copy a tensor to host memory; None if it is there and stays there, or has no memory at all.
 
-        Raises `SerializationError` for one that has no place on the other side.
+        Raises `SerializationError` for a tensor that has no place at the receiver.
         """

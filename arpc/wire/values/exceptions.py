@@ -1,8 +1,8 @@
-"""Exceptions that a pickle may make: those of Python and arpc, with nothing in them that native code stumbles over.
+"""Exceptions that a pickle may make: those of Python and arpc, without values that break native code.
 
 CPython formats some exceptions by numbers in them that it does not check: ``UnicodeDecodeError`` reads the byte at
-``start``, wherever that is. So what was made is looked at before anybody else sees it. Exceptions that would end a loop
-or a process if they were raised (`SystemExit` and its like) are on no list.
+``start``, wherever that is. So an exception is checked before any other code gets it. Exceptions that would end an
+event loop or a process if they were raised (`SystemExit` and its like) are on no list.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from arpc.wire.values.checked_functions import ANYTHING, SCALARS, TEXT, Check, C
 __all__ = ["check_arguments", "check_exception", "set_native_attribute"]
 
 _MAX_COLUMN: Final = 1 << 20
-"""Of a SyntaxError: its text has so many characters at most, and as many are printed below it to mark a place."""
+"""The most characters of a SyntaxError's texts, and its largest line or column: as many are printed to mark a place."""
 _MAX_MEMBERS: Final = 100_000
 _SYNTAX_NUMBERS: Final = ("lineno", "offset", "end_lineno", "end_offset")
 _SYNTAX_TEXTS: Final = ("msg", "filename", "text")
@@ -33,7 +33,10 @@ _NATIVE: Final[dict[type, tuple[str, ...]]] = {
 
 
 def check_arguments(cls: type[BaseException], args: tuple[Any, ...]) -> None:
-    """What a constructor in native code is handed: it would make a tuple of any iterable, however long that is."""
+    """Check the arguments of a constructor in native code, which makes a tuple of any iterable, however long.
+
+    Raises `NotAllowedError`.
+    """
     if issubclass(cls, BaseExceptionGroup):
         _check_group(args)
     elif issubclass(cls, UnicodeError | SyntaxError | OSError) and not all(map(is_plain, args)):
@@ -49,7 +52,7 @@ def _check_group(args: tuple[Any, ...]) -> None:
 
 
 def check_exception(made: BaseException) -> None:
-    """Refuse an exception that native code, or the printing of a traceback, would be misled by."""
+    """Refuse an exception that would mislead native code, or the printing of a traceback. Raises `NotAllowedError`."""
     if isinstance(made, UnicodeDecodeError | UnicodeEncodeError | UnicodeTranslateError):
         _check_unicode(made)
     elif isinstance(made, SyntaxError):
@@ -68,10 +71,10 @@ def _check_unicode(made: UnicodeDecodeError | UnicodeEncodeError | UnicodeTransl
     kind = bytes if isinstance(made, UnicodeDecodeError) else str
     try:
         texts = (made.reason,) if isinstance(made, UnicodeTranslateError) else (made.encoding, made.reason)
-        # `args` tells the numbers as they were given; the attributes may be bent to what is likely
+        # `args` has the numbers as they were given; the attributes may be clamped
         content, numbers = made.object, (*made.args[-3:-1], made.start, made.end)
     except (TypeError, AttributeError):
-        raise _refused(made) from None  # it was made and not initialized
+        raise _refused(made) from None  # it was made by `__new__` and not initialized
     if type(content) is not kind or not all(type(text) is str for text in texts):
         raise _refused(made)
     if not all(type(number) is int and 0 <= number <= len(content) for number in numbers) or made.start > made.end:
@@ -94,10 +97,10 @@ def _refused(made: BaseException) -> NotAllowedError:
 
 
 def set_native_attribute(made: BaseException, name: str, value: Any) -> bool:
-    """Set what is not in the ``__dict__`` of an exception, if this is such an attribute. Raises `NotAllowedError`."""
+    """Set an attribute outside of an exception's ``__dict__``; returns whether it is one. Raises `NotAllowedError`."""
     for kind, names in _NATIVE.items():
         if isinstance(made, kind) and name in (*names, "args"):
-            if name != "args":  # newer versions of Python say twice what those are
+            if name != "args":  # newer versions of Python repeat the args in the state
                 if value is not None and type(value) is not str:
                     raise NotAllowedError(f"a message with a {kind.__name__} whose {name} is no text")
                 setattr(made, name, value)
@@ -105,7 +108,7 @@ def set_native_attribute(made: BaseException, name: str, value: Any) -> bool:
     return False
 
 
-# -- what is in the lists from the start
+# -- entries of the lists
 
 
 def _maker(cls: type[BaseException]) -> Checked:

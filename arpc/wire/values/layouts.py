@@ -1,4 +1,4 @@
-"""Tensors out of the memory of a message that was received. They lie where their bytes were read to."""
+"""Builds tensors from the memory of a received message. They use the bytes in the place that they were read to."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ _LAYOUTS: Final = {
 
 
 class Misplaced:
-    """Stands in the place of a buffer that could not be taken to its device; says why when a tensor needs it."""
+    """Stands in for a buffer that could not be copied to its device; a tensor that needs it fails with ``reason``."""
 
     __slots__ = ("reason",)
 
@@ -59,19 +59,19 @@ class Misplaced:
 
 
 Buffer = memoryview | Tensor | Misplaced
-"""Host memory; or what has been made of it, because it belongs on a device."""
+"""A received buffer: host memory; or the tensor on the device that it belongs on; or a `Misplaced`."""
 
 _Row: TypeAlias = "tuple[np.dtype[Any] | None, int, int, tuple[int, ...]]"
-"""Of a dense tensor: dtype, code, source and shape. Without a dtype: the memory of another object."""
+"""A dense tensor's dtype, code, source and shape. Without a dtype: the memory of another object."""
 
 
 class Layout:
-    """What the table of a schema says, read and checked once. `build` makes the tensors of each message out of it."""
+    """The table of a schema, read and checked once. `build` makes the tensors of each message by it."""
 
     __slots__ = ("_inline", "_is_restricted", "_requiring_grad", "_rows", "inline_bytes", "n_buffers", "placements")
 
     def __init__(self, table: Table, *, is_restricted: bool) -> None:
-        """Check everything that can be checked without memory. Raises `ProtocolError`, or whatever is wrong with it."""
+        """Check everything that can be checked without memory. Raises `ProtocolError`, or any error of a bad table."""
         self.inline_bytes: Final = table.inline_bytes
         """The size of the inline tensors: the first bytes of a body."""
         self._is_restricted = is_restricted
@@ -79,7 +79,7 @@ class Layout:
         entries = [*_with_parts(table.entries)]
         sources = [row.source if isinstance(row, Entry) else row[2] for row in (*rows, *entries)]
         self.n_buffers: Final = max(0, -min(sources, default=0))
-        """How many buffers it refers to."""
+        """The number of buffers that it refers to."""
         if self.n_buffers > MAX_BUFFERS:
             raise ProtocolError(f"a tensor in buffer {self.n_buffers - 1}, and at most {MAX_BUFFERS} are taken")
         self.placements: Final = {
@@ -87,21 +87,21 @@ class Layout:
             for entry in entries
             if entry.kind == Kind.PLACED and entry.parts and entry.parts[0].source < 0
         }
-        """Which buffers belong on a device: its name there, by the number of the buffer."""
+        """The device names of the buffers that belong on devices, by the number of the buffer."""
         self._inline: tuple[Sequence[Any], Sequence[Any], Sequence[Any]] | None = None
-        """Shapes, dtypes and offsets of the tensors, if all of them are inline and built in one step."""
+        """Shapes, dtypes and offsets of the tensors, if all of them are inline and built in one step; else None."""
         self._requiring_grad: Sequence[int] = ()
-        """The numbers of those of them that require grad."""
+        """The positions of the tensors among these that require grad."""
         if all(map(_is_simple, rows)):
             dtypes, codes, offsets, shapes = zip(*rows, strict=True) if rows else ((), (), (), ())
             self._inline = shapes, dtypes, offsets
             self._requiring_grad = [number for number, code in enumerate(codes) if code & Code.REQUIRES_GRAD]
 
     def build(self, memory: bytes | bytearray | memoryview, buffers: Sequence[Buffer]) -> list[Any]:
-        """The tensors of a message, and the memory of other objects. They lie in the memory and the buffers.
+        """Return the tensors of a message, and the memory of other objects. They refer to ``memory`` and ``buffers``.
 
-        More may follow the tensors in the memory. Raises `ProtocolError` when the memory does not fit the layout,
-        `SerializationError` for a tensor that belongs on a device where it cannot be.
+        ``memory`` may go on after the tensors. Raises `ProtocolError` if it does not fit the layout, and
+        `SerializationError` for a tensor that is refused, or cannot be on the device that it belongs on.
         """
         if len(memory) < self.inline_bytes:
             raise ProtocolError("the inline tensors of a message are larger than the message")
@@ -123,9 +123,9 @@ class Layout:
 
 
 def read_layout(table: bytes | bytearray | memoryview, *, is_restricted: bool = False) -> Layout:
-    """Read and check a table that a peer has sent. Restricted: the layout builds nothing that torch.load would read.
+    """Read and check a table that a peer has sent. Raises `ProtocolError`.
 
-    Raises `ProtocolError`.
+    ``is_restricted``: the layout refuses to build tensors that torch.load would have to read.
     """
     try:
         return Layout(decode_table(table), is_restricted=is_restricted)
@@ -162,7 +162,7 @@ def _checked_rows(table: Table) -> list[_Row | Entry]:
         if source >= 0:
             if source & _UNALIGNED:
                 raise ProtocolError("an inline tensor is not aligned")  # torch's operators would crash
-            # the first condition holds for nearly all tensors; the others are looked at more closely
+            # the first condition holds for nearly all tensors; only the others get the exact checks
             if not 0 < prod(shape) * item_bytes <= inline_bytes - source:
                 check_range(source, 0, inline_bytes)
                 check_contiguous(shape, item_bytes, inline_bytes - source)
@@ -185,13 +185,13 @@ def _with_parts(entries: Iterable[Entry]) -> Iterator[Entry]:
 
 
 def _check_apart(tensor: Tensor) -> None:
-    """Refuse a tensor that has more elements than there are in its memory."""
+    """Refuse a tensor that has more elements than memory for them."""
     check_range(0, tensor.nbytes, tensor.untyped_storage().nbytes())
 
 
 def _as_dtype(tensor: Tensor, code: int) -> Tensor:
-    """What numpy has no dtype for."""
-    # `data`: a tensor of its own, and not a view of one that nobody has
+    """View a tensor as the dtype of a code that numpy lacks; return other tensors unchanged."""
+    # `data`: a tensor of its own, not a view of a hidden one
     return tensor if code < _FIRST_STAND_IN else tensor.view(DTYPES[code]).data
 
 
@@ -205,7 +205,7 @@ class _Builder:
         self._spans: dict[tuple[int, int], Tensor] = {}
 
     def dense(self, dtype: np.dtype[Any] | None, code: int, source: int, shape: tuple[int, ...]) -> Any:
-        """What a row describes: a tensor, or the memory of another object."""
+        """Return the tensor that a row describes, or the memory of another object."""
         if dtype is None:
             return self.memory(source, shape[0])
         if source < 0:
@@ -218,12 +218,12 @@ class _Builder:
         return tensor.requires_grad_() if code & Code.REQUIRES_GRAD else tensor
 
     def build(self, entry: Entry) -> Tensor:
-        """The tensor that an entry describes."""
+        """Build the tensor that an entry describes."""
         flags = entry.flags
         if flags & ~_FLAGS:
             raise ProtocolError(f"a tensor with the unknown flags {flags}")
         if flags & _DECORATIONS and entry.kind not in _DECORATED:
-            # torch would crash on a quantized one
+            # torch would crash on a quantized tensor
             raise ProtocolError("the conjugate or negative of a tensor that has no strides")
         tensor = self._BUILDERS[entry.kind](self, entry)
         if flags & Flag.CONJUGATE:
@@ -233,7 +233,7 @@ class _Builder:
         return tensor.requires_grad_() if flags & Flag.REQUIRES_GRAD else tensor
 
     def memory(self, source: int, size_bytes: int) -> memoryview:
-        """Bytes of the message: all of a buffer, or part of the inline memory."""
+        """Return bytes of the message: all of a buffer, or part of the inline memory. Raises `ProtocolError`."""
         if source < 0:
             memory = self._buffers[~source]
             if not isinstance(memory, memoryview):
@@ -246,7 +246,7 @@ class _Builder:
         check_range(source, size_bytes, self._inline.nbytes)
         return self._inline[source : source + size_bytes]
 
-    # -- one for each kind
+    # -- one method for each kind
 
     def _strided(self, entry: Entry) -> Tensor:
         numpy_dtype = NUMPY_DTYPES[entry.dtype]
@@ -267,7 +267,7 @@ class _Builder:
         return items.as_strided(entry.shape, entry.strides, offset).data
 
     def _span(self, source: int, size_bytes: int) -> Tensor:
-        """A span of bytes that several tensors are part of: they have one storage in common."""
+        """Return a span of bytes that several tensors are part of, as one tensor, so that they share its storage."""
         whole = self._spans.get((source, size_bytes))
         if whole is None:
             array = _ndarray((size_bytes,), np.uint8, self.memory(source, size_bytes))
@@ -300,7 +300,7 @@ class _Builder:
         first, second = entry.parts
         indices, values = self._indices(first), self._part(second)
         if not indices.numel():
-            _check_apart(values)  # no index stands for each of them
+            _check_apart(values)  # there are no indices to bound the number of values
         return torch.sparse_coo_tensor(
             indices, values, entry.shape, check_invariants=True, is_coalesced=bool(entry.flags & Flag.COALESCED)
         )
@@ -317,15 +317,15 @@ class _Builder:
         )
 
     def _part(self, entry: Entry) -> Tensor:
-        """A part of a sparse tensor. Torch would resolve a lazy negative, and so take memory that did not come."""
+        """Build a part of a sparse tensor. Flags are refused: torch would resolve a lazy negative, in more memory."""
         if entry.kind not in _PARTS or entry.flags:
             raise ProtocolError(f"a sparse tensor with a part of kind {entry.kind} and flags {entry.flags}")
         return self.build(entry)
 
     def _indices(self, entry: Entry) -> Tensor:
-        """Indices of a sparse tensor. Torch looks at each of them, so each of them must have come.
+        """Build the indices of a sparse tensor. Torch reads each of them, so each must have been sent.
 
-        They are copied: the memory that a peer shares can change after it was checked.
+        They are copied, because memory that a peer shares can change after the check.
         """
         indices = self._part(entry)
         if indices.dtype not in _INDEX_DTYPES:
@@ -355,12 +355,12 @@ _SPARSE: Final = frozenset((torch.sparse_coo, *_LAYOUTS.values()))
 
 
 def _load_saved(memory: memoryview) -> Tensor:
-    """The tensor that was saved. Raises `ProtocolError` for anything else, and whatever torch.load raises.
+    """Load the tensor that was saved. Raises `ProtocolError` for anything else, and any error of torch.load.
 
-    Torch.load, as it is called here, runs no code of the peer's, but it believes what it reads. So the file must not be
+    Torch.load, as it is called here, runs no code of the peer's, but it trusts what it reads. So the file must not be
     compressed, which bounds what is read by what came, and a nested tensor must lie in its own memory.
     """
-    # a copy, so nothing changes after it was checked
+    # a copy, so that nothing changes after the checks
     file = io.BytesIO(memory)
     _check_archive(file, memory.nbytes)
     loaded = _load(file)
@@ -375,7 +375,7 @@ def _load_saved(memory: memoryview) -> Tensor:
 
 def _load(file: io.BytesIO) -> object:
     rebuild: Any = rebuild_nested()
-    # torch 2.15 no longer takes it for safe, because it trusts the sizes that it reads: these are checked afterwards
+    # torch 2.15 no longer lists it as safe, because it trusts the sizes that it reads; `_check_nested` checks these
     if rebuild in torch.serialization.get_safe_globals():
         return torch.load(file, weights_only=True)
     with torch.serialization.safe_globals([rebuild]):
@@ -392,7 +392,7 @@ def _check_archive(file: io.BytesIO, size_bytes: int) -> None:
 
 
 def _check_nested(tensor: Tensor) -> None:
-    """Torch's operators take for granted that each of the tensors lies in the memory of all."""
+    """Refuse a nested tensor with a part outside of its memory, which torch's operators do not check."""
     memory = tensor.values()
     item_bytes = memory.dtype.itemsize
     for shape, strides, offset in zip(*nested_places(tensor), strict=True):

@@ -1,10 +1,10 @@
-"""What reading a pickle may cost: `needs_careful_reader` looks it over before, `ReadingCosts` counts meanwhile.
+"""Limits for the cost of reading a pickle: `needs_careful_reader` scans it before, `ReadingCosts` counts meanwhile.
 
-A pickle can ask for more memory or time than it has bytes. An empty set is one byte in it. Python hashes a tuple anew
-each time that it becomes a key, takes stack for each tuple in a tuple meanwhile, and compares a new key with every key
-that has the same hash. Texts and bytes have a secret seed in their hashes; of numbers and tuples anyone can make as
-many as he likes that hash alike. A dict of 20,000 such keys takes seconds, and so does one long tuple that is a key
-20,000 times.
+A pickle can cost memory or time out of proportion to its size. An empty set is one byte in it. Python hashes a tuple
+anew each time that it becomes a key, takes stack for each tuple in a tuple meanwhile, and compares a new key with every
+key that has the same hash. The hashes of texts and bytes have a secret seed, but an attacker can make any number of
+numbers and tuples with the same hash. A dict of 20,000 such keys takes seconds, and so does one long tuple that is a
+key 20,000 times.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from arpc.errors import NotAllowedError
 __all__ = ["MAX_INTEGER_BYTES", "ReadingCosts", "check_proportion", "needs_careful_reader"]
 
 MAX_INTEGER_BYTES: Final = 1023
-"""Python divides large integers in quadratic time, as it does to make a range, and hashes them anew each time."""
+"""Python divides large integers in quadratic time, when it makes a range for instance, and does not cache hashes."""
 _MAX_KEYS_ALIKE: Final = 3000
-"""As many keys as may be alike in one message: they take about a tenth of a second."""
+"""The most keys with the same hash in one message: they take about a tenth of a second."""
 
-# -- how much memory a pickle may come to
+# -- the memory that a pickle may take
 
 _COSTS: Final = {
     pickle.EMPTY_SET: 224,
@@ -32,22 +32,22 @@ _COSTS: Final = {
     pickle.EMPTY_LIST: 64,
     pickle.REDUCE: 100,
 }
-"""Bytes that an object takes which is one byte in a pickle, or a few, and the reference to it."""
+"""The memory of an object that is one byte in a pickle, or a few, with the reference to it, in bytes."""
 _DEQUE_BYTES: Final = 760
-"""What each call of a pickle costs that names `collections.deque`: an empty one has room for 64 items."""
+"""The cost of each call in a pickle that names `collections.deque`: an empty one has room for 64 items."""
 _ALWAYS_BYTES: Final = 64 << 20
 _PROPORTION: Final = 48
 
 
 def check_proportion(payload: bytes) -> None:
-    """Refuse a large pickle of many empty objects."""
+    """Refuse a large pickle of many empty objects. Raises `NotAllowedError`."""
     if len(payload) * _COSTS[pickle.EMPTY_SET] < _ALWAYS_BYTES:
         return
     limit = _ALWAYS_BYTES + _PROPORTION * len(payload)
     by_opcode = {**_COSTS, pickle.REDUCE: _DEQUE_BYTES} if b"deque" in payload else _COSTS
     if sum(payload.count(opcode) * cost for opcode, cost in by_opcode.items()) <= limit:
         return
-    # there may be texts in it that only look like that
+    # the bytes that were counted may be those of texts: now count opcodes only
     costs = {opcode[0]: cost for opcode, cost in by_opcode.items()}
     estimate = 0
     for opcode, _ in _opcodes(payload):
@@ -58,9 +58,9 @@ def check_proportion(payload: bytes) -> None:
 
 # -- which pickles are not for the reader in C
 
-# Extension codes stand for objects that others have registered. The reader in C does not ask whether it may use them
+# Extension codes stand for objects that other libraries have registered. The reader in C uses them without a check
 _EXTENSIONS: Final = pickle.EXT1 + pickle.EXT2 + pickle.EXT4
-# A pickle can say where in the memo something is put, and how long something is that is not there: room is made for it
+# A pickle can have a far position in the memo, or the length of data that it lacks: memory for these is allocated first
 _FAR: Final = re.compile(
     rb"r..(?:[^\0].|.[^\0])|p[\s\d_+]{5}|[\x8d\x8e\x96].{4}(?:[^\0]...|.[^\0]..|..[^\0].|...[^\0])"
     rb"|\x8b.(?:[\x04-\xff]..|.[^\0].|..[^\0])",
@@ -69,18 +69,18 @@ _FAR: Final = re.compile(
 _FAR_INDEX: Final = 1 << 16
 _LONG_BINPUT: Final = pickle.LONG_BINPUT[0]
 _LONG4: Final = pickle.LONG4[0]
-# What changes an object. A tensor takes some of it for arithmetic, which may take any amount of memory
+# Opcodes that change an object. For a tensor some of them are arithmetic, which may take any amount of memory
 _CHANGES: Final = pickle.BUILD + pickle.SETITEM + pickle.SETITEMS + pickle.ADDITEMS
-# Keys that hash alike are among these: texts, bytes and small integers do not. Hashing a tuple in tuples takes stack
-# for each, and Python does not look whether there is any left; so does freeing a slice in slices
+# Opcodes of keys that may have the same hash, which texts, bytes and small integers do not. Hashing a tuple in tuples
+# takes stack for each, and Python does not check whether any is left; so does freeing a slice in slices
 _ALIKE: Final = (
     (pickle.TUPLE1 + pickle.TUPLE2 + pickle.TUPLE3 + pickle.TUPLE)
     + (pickle.REDUCE + pickle.NEWOBJ + pickle.NEWOBJ_EX + pickle.OBJ + pickle.INST)
     + (pickle.LONG1 + pickle.LONG4 + pickle.FROZENSET)
 )
-# Hashing takes time for each place where a tuple is: twice as much for a tuple with another one in it twice. What is
-# taken from the memo is counted, not tuples: a few of them are enough if there is another one many times in each, and
-# one is enough if it is long, and a key many times
+# Hashing takes time for each place where a tuple is: twice as much for a tuple with another one in it twice. Reads of
+# the memo are counted, not tuples: a few tuples are enough if each contains another one many times, and one is enough
+# if it is long, and a key many times
 _MAX_DOUBLED: Final = 20
 _GETS: Final = pickle.BINGET + pickle.LONG_BINGET + pickle.GET + pickle.DUP
 _GET_BYTES: Final = {pickle.BINGET[0]: 1, pickle.LONG_BINGET[0]: 4}
@@ -90,7 +90,7 @@ _NO_TUPLES: Final = frozenset(b"XCB]}\x8c\x8d\x8e\x8f\x93\x96")
 
 
 def needs_careful_reader(payload: bytes, *, has_slots: bool) -> bool:
-    """Whether a pickle may ask for more memory or time than it has bytes, change a tensor, or use extension codes."""
+    """Whether a pickle may cost memory or time out of proportion, change a tensor, or use extension codes."""
     if len(payload) > _MAX_KEYS_ALIKE and sum(map(payload.count, _ALIKE)) > _MAX_KEYS_ALIKE:
         return True
     may_change = has_slots and any(change in payload for change in _CHANGES)
@@ -98,11 +98,11 @@ def needs_careful_reader(payload: bytes, *, has_slots: bool) -> bool:
     may_extend = any(code in payload for code in _EXTENSIONS)
     if not (may_extend or may_change or may_double or _FAR.search(payload) is not None):
         return False
-    # these may be bytes of texts and numbers
+    # the bytes found may be those of texts and numbers: now check opcodes only
     doubled = memoized = 0
     before: int | None = None
     plain: set[int] = set()
-    """Where in the memo there is something that is no tuple."""
+    """The positions in the memo of objects that are no tuples."""
     for opcode, at in _opcodes(payload):
         if opcode is None or (opcode == _LONG_BINPUT and int.from_bytes(payload[at : at + 4], "little") >= _FAR_INDEX):
             return True
@@ -116,7 +116,7 @@ def needs_careful_reader(payload: bytes, *, has_slots: bool) -> bool:
                     plain.add(memoized)
                 memoized += 1
             elif opcode in _PUTS:
-                return True  # in no pickle of today
+                return True  # today's picklers do not write these
             elif (size := _GET_BYTES.get(opcode)) is not None:
                 doubled += int.from_bytes(payload[at : at + size], "little") not in plain
         before = opcode
@@ -124,8 +124,8 @@ def needs_careful_reader(payload: bytes, *, has_slots: bool) -> bool:
 
 
 _NUMBERS: Final = re.compile(rb"(?:[N\x88\x89]|K.|M..|J.{4}|G.{8})*+", re.DOTALL)
-"""Any number of opcodes that push None, a bool, an int or a float, which are not looked at one by one."""
-# how many bytes follow an opcode; or in how many the number of those is told
+"""Any number of opcodes that push None, a bool, an int or a float, which are skipped together."""
+# the number of bytes after an opcode; or the size of the field that has this number
 _FIXED: Final = {
     **dict.fromkeys(b"(.01NRabeltsud)]}\x81\x85\x86\x87\x88\x89\x8f\x90\x91\x92\x93\x94\x97\x98", 0),
     **dict.fromkeys(b"Kqh\x80", 1),
@@ -142,9 +142,9 @@ _STOP: Final = pickle.STOP[0]
 
 
 def _opcodes(payload: bytes) -> Iterator[tuple[int | None, int]]:
-    """Each opcode but those of `_NUMBERS`, and where what belongs to it begins.
+    """Yield each opcode but those of `_NUMBERS`, and the position of its argument.
 
-    None, at last, if it does not come to a STOP: there is an extension code, another unknown opcode, or too little.
+    Yields None at the end if there is no STOP: the pickle has an extension code, another unknown opcode, or is cut off.
     """
     at, end = 0, len(payload)
     while at < end:
@@ -163,38 +163,38 @@ def _opcodes(payload: bytes) -> Iterator[tuple[int | None, int]]:
     yield None, end
 
 
-# -- what the keys of dicts and sets cost
+# -- the cost of the keys of dicts and sets
 
 _MAX_COMPARED: Final = _MAX_KEYS_ALIKE**2 // 2
 _MAX_HASHED: Final = 1 << 22
-"""Items of tuples that may be hashed for one message."""
+"""The most items of tuples that are hashed for one message."""
 _MAX_NESTED: Final = 1000
-"""How deep tuples may be in each other: hashing one takes stack for each, and Python does not look if any is left."""
+"""The deepest nesting of tuples: hashing one takes stack for each, and Python does not check whether any is left."""
 _MAX_PLACES: Final = 1 << 22
-"""In how many places there may be tuples in a tuple: hashing it takes time for each, and so does comparing it."""
+"""The most places of tuples in one tuple: hashing it takes time for each, and so does comparing it."""
 _DISTINCT: Final = frozenset((str, bytes, float, bool, type(None)))
-"""Types of keys of which few have one hash, whatever a peer sends."""
+"""Types of keys of which few have the same hash, whatever a peer sends."""
 _MODULUS: Final = (1 << 61) - 1
 """Smaller integers are their own hash."""
 
 
 class ReadingCosts:
-    """Counts for one pickle. Raises `NotAllowedError` before what costs too much is used."""
+    """The counters for one pickle. Methods raise `NotAllowedError` before an object that costs too much is used."""
 
     __slots__ = ("_alike", "_compared", "_hashed", "_nesting")
 
     def __init__(self) -> None:
         self._nesting: dict[int, tuple[int, int, int]] = {}
-        """By the id of a tuple or frozenset: how deep these are nested in it, in how many places, and how many items
-        there are in all of them. One that has the id of another that is gone is noted anew."""
+        """By the id of a tuple or frozenset: the depth of nested ones in it, the number of their places, and the number
+        of items in all of them. An object that gets the id of a freed one replaces its entry."""
         self._alike: dict[int, tuple[Any, dict[int, int]]] = {}
-        """By the id of a container: the container, so that no other gets that id, and how many of its keys have each
+        """By the id of a container: the container, so that no other gets that id, and the number of its keys with each
         hash."""
         self._compared = 0
         self._hashed = 0
 
     def made(self, obj: Any) -> None:
-        """Something was made. It counts if it can have others of its kind in it."""
+        """Count an object that was made, if it can contain others of its kind."""
         if isinstance(obj, tuple | frozenset):
             items: Iterable[Any] = obj
         elif isinstance(obj, BaseExceptionGroup):
@@ -219,7 +219,7 @@ class ReadingCosts:
         nesting[id(obj)] = depth + 1, places, size
 
     def add_keys(self, container: Any, keys: Iterable[Any]) -> None:
-        """Keys are about to be put into a dict or a set. Raises what hashing one raises, too."""
+        """Count keys before they are put into a dict or a set. Also raises any error of hashing one."""
         for key in keys:
             kind = type(key)
             if kind in _DISTINCT or (kind is int and -_MODULUS < key < _MODULUS):

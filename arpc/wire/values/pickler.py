@@ -1,12 +1,12 @@
-"""Objects as a pickle with holes, and back.
+"""Objects to pickles with holes, and back.
 
-`Pickler.dumps` gives a pickle (protocol 5) in which tensors, and the memory of objects that offer it out of band (numpy
-arrays), are holes; what fills them comes beside it as *slots*, in their order. `loads` takes both. Of a plain tensor
-there travels what torch knows of it, not the attributes that someone has set on it; those of a subclass do.
+`Pickler.dumps` returns a pickle (protocol 5) in which tensors, and the memory of objects that offer it out of band
+(numpy arrays), are holes, and the contents of the holes as *slots*, in their order. `loads` takes both. Attributes that
+the user has set on a plain tensor are not sent; those of an instance of a subclass are.
 
-Pickle's own pickler, in C, makes nearly all pickles. It finds tensors, and types that need special treatment, by a
-table; it runs no Python code for other objects. What it cannot pickle (lambdas, local classes) and what it would pickle
-otherwise than it should (functions of ``__main__``) is pickled again by `reducers.HolePickler`, by the same table.
+Pickle's own pickler, in C, makes nearly all pickles. A table has its reducers for tensors, and for types that need
+special treatment; it runs no Python code for other objects. Objects that it cannot pickle (lambdas, local classes), or
+would pickle wrongly (functions of ``__main__``), are pickled again by `reducers.HolePickler`, with the same table.
 """
 
 from __future__ import annotations
@@ -59,16 +59,16 @@ _dumps, _loads = pickle.dumps, pickle.loads
 _A_TENSOR: Final = _dumps(HOLE, protocol=5, buffer_callback=not_)
 """The pickle of a result that is a tensor."""
 _MAX_CONSTANT: Final = 256
-"""Arguments that are more tensors than this are pickled like any others."""
+"""Arguments with more tensors than this are pickled like any others."""
 _MAX_REUSED_BYTES: Final = 1 << 14
-"""A pickler keeps a buffer of the size of its largest pickle. After a larger one than this, another one is made."""
+"""A pickler keeps a buffer of the size of its largest pickle, so it is dropped after a pickle larger than this."""
 _MAX_REMEMBERED: Final = 1024
 _MAX_FRAME_BYTES: Final = 1 << 18
-"""No frame of a pickle is larger: longer chunks are single texts and bytes of the user's."""
+"""The largest frame of a pickle: longer chunks are single texts and bytes of the user's."""
 _CANNOT: Final = (pickle.PicklingError, AttributeError, TypeError)
-"""What the pickler in C raises for what has no name. Users' code may raise it as well, and then raises it again."""
+"""The errors of the pickler in C for objects without a name. The user's code may raise them too, and does so again."""
 _STACK_GLOBAL: Final = pickle.STACK_GLOBAL[0]
-"""Of what is pickled by name. An int, because bytes are looked for in bytes only after an error inside of Python."""
+"""The opcode of an object pickled by name. An int: a search for bytes in bytes first raises an error inside Python."""
 _by_value_modules: Final[Callable[[], set[str]]] = cloudpickle.list_registry_pickle_by_value
 _reduce: Final = methodcaller("__reduce_ex__", 5)
 _HEAP_TYPE: Final = 1 << 9
@@ -76,15 +76,15 @@ _HEAP_TYPE: Final = 1 << 9
 
 @lru_cache(_MAX_CONSTANT)
 def _pickle_of_tensors(count: int) -> bytes:
-    """The pickle of a tuple of so many tensors, each another one."""
+    """Return the pickle of a tuple of ``count`` distinct tensors."""
     return _dumps((HOLE,) * count, protocol=5, buffer_callback=not_)
 
 
 def _dumps_flat(values: tuple[Any, ...] | list[Any]) -> tuple[bytes, list[Slot]] | None:
-    """Pickle and slots of a tuple or list of scalars and plain tensors, each another one; None for anything else.
+    """Return pickle and slots of a tuple or list of scalars and distinct plain tensors; None for anything else.
 
-    It needs no pickler of arpc's own, because nothing in there holds other objects. All of it may be in one list, which
-    is the only argument of a call.
+    This needs no pickler of arpc's own, because no item holds other objects. All items may be in one list, which is the
+    only argument of a call.
     """
     flat = values[0] if len(values) == 1 and type(values[0]) is list else values
     kinds = set(map(type, flat))
@@ -107,7 +107,7 @@ def _dumps_flat(values: tuple[Any, ...] | list[Any]) -> tuple[bytes, list[Slot]]
 
 
 class Pickler:
-    """Makes pickles with holes, for any number of threads, and while another of its pickles is being made."""
+    """Makes pickles with holes. Thread-safe, and reentrant: a reducer may use it while it makes another pickle."""
 
     def __init__(
         self,
@@ -115,9 +115,9 @@ class Pickler:
         families: Mapping[type, Reducer] | None = None,
         kind: type[HolePickler] = HolePickler,
     ) -> None:
-        """``reducers`` are for objects of just that type, ``families`` for those of its subclasses, too.
+        """``reducers`` are for objects of exactly that type, ``families`` also for those of its subclasses.
 
-        ``kind`` pickles what pickle's own pickler cannot, or refuses to.
+        ``kind`` pickles objects that pickle's own pickler cannot pickle, or refuses them.
         """
         self._reducers = dict(reducers or {})
         self._families = dict(families or {})
@@ -125,17 +125,17 @@ class Pickler:
         self._free: list[_BufferedPickler] = []
 
     def add_reducer(self, cls: type, reducer: Reducer) -> None:
-        """Let objects of a class, and of this very class, travel in another way than they are pickled."""
+        """Use a reducer for objects of exactly this class."""
         self._reducers[cls] = reducer
         self._free = []
 
     def dumps(
         self, obj: Any, *, main_by_value: bool = False, to: WorkerInfo | None = None, is_rehearsal: bool = False
     ) -> tuple[bytes, list[Slot]]:
-        """Pickle and slots of an object, for the worker ``to``. Raises whatever pickling it raises.
+        """Return pickle and slots of an object, for the worker ``to``. Raises any error of pickling it.
 
-        ``main_by_value``: the peer does not run the same script, so what ``__main__`` defines must travel itself.
-        ``is_rehearsal``: it will not be sent, so reducers are not told that it is complete.
+        ``main_by_value``: the peer does not run the same script, so objects of ``__main__`` are pickled by value.
+        ``is_rehearsal``: the pickle will not be sent, so the callbacks of reducers (`Parcel.packed`) are not called.
         """
         if not main_by_value:
             # Taken out while in use: a reducer may pickle, and so may other threads (pop and append are atomic)
@@ -177,23 +177,23 @@ class Pickler:
         main_by_value: bool,
         to: WorkerInfo | None = None,
     ) -> tuple[bytes, list[Slot]]:
-        """Pickle and slots of the arguments of a call: args, or a tuple of args and kwargs if there are any of these.
+        """Return pickle and slots of a call's arguments: args, or a tuple of args and kwargs if there are any kwargs.
 
-        Raises `SerializationError`, which names the argument that cannot travel.
+        Raises `SerializationError`, which names the argument that cannot be sent, or the error of an RRef among them.
         """
         if not kwargs and (flat := _dumps_flat(args)) is not None:
             return flat
         try:
             return self.dumps((args, kwargs) if kwargs else args, main_by_value=main_by_value, to=to)
         except (RRefError, WorkerLostError):
-            raise  # an RRef that cannot be used says so itself
+            raise  # the error of an RRef that cannot be used is clear by itself
         except Exception as error:
             raise self.explained(function, args, kwargs or {}, error, main_by_value=main_by_value, to=to) from error
 
     def dumps_result(
         self, value: Any, *, main_by_value: bool, to: WorkerInfo | None = None
     ) -> tuple[bytes, list[Slot]]:
-        """Pickle and slots of a result. None is the empty pickle. Raises whatever pickling it raises."""
+        """Return pickle and slots of a result. The pickle of None is empty. Raises any error of pickling it."""
         if value is None:
             return b"", []
         kind = type(value)
@@ -215,22 +215,22 @@ class Pickler:
         main_by_value: bool,
         to: WorkerInfo | None,
     ) -> SerializationError:
-        """Why the arguments of a call cannot be sent: finds the one that is to blame."""
+        """Return the error for arguments that cannot be sent, with the name of the first one that fails."""
         name = _function_name(function)
         for which, value in [*zip(_parameter_names(function, len(args)), args, strict=True), *kwargs.items()]:
             try:
                 self.dumps(value, main_by_value=main_by_value, to=to, is_rehearsal=True)
-            except BaseException as reason:  # noqa: BLE001 - whatever a user's __reduce__ may raise
+            except BaseException as reason:  # noqa: BLE001 - a user's __reduce__ may raise anything
                 kind, text = type_name_of(value), text_of(reason)
                 return not_run(SerializationError(f"argument {which!r} of {name} ({kind}) cannot be sent: {text}"))
         return not_run(SerializationError(f"the arguments of {name} cannot be sent: {text_of(error)}"))
 
 
 class _BufferedPickler:
-    """A pickler and all that it needs, used again and again. It is the `Parcel` that reducers see.
+    """A reusable pickler with its buffers. It is the `Parcel` that reducers get.
 
-    Not to be used again after an error. A careful one is a pickler of the kind that pickles code by value, or refuses
-    it; any other is pickle's own.
+    It must not be reused after an error. A careful one is of the kind that pickles code by value, or refuses it; any
+    other is pickle's own pickler.
     """
 
     def __init__(
@@ -252,9 +252,9 @@ class _BufferedPickler:
         self._chunks = [PREFIX]
         self.write = self._chunks.append
         self._tensors: list[Tensor] = []
-        """What fills each `HOLE`, in their order."""
+        """The tensor of each `HOLE`, in their order."""
         self._buffers: list[PickleBuffer] = []
-        """All that is out of band, holes as well."""
+        """All out-of-band buffers, holes included."""
         self._always: dict[Any, Callable[[Any], Any]] = {
             **kind.dispatch_table,
             np.ndarray: reduce_array,
@@ -274,12 +274,12 @@ class _BufferedPickler:
         self._dump = self._pickler.dump
 
     def reduced(self, obj: Any) -> Any:
-        """What the reducer for its type makes of an object; NotImplemented if it declines, or there is none."""
+        """Return what the reducer for an object's type returns; NotImplemented if it declines, or there is none."""
         reducer = self._reducers.get(type(obj))
         return NotImplemented if reducer is None else reducer(obj, self)
 
     def dumps(self, obj: Any, to: WorkerInfo | None) -> tuple[bytes, list[Slot]]:
-        """Pickle and slots. Empty: it names something that takes a careful pickler."""
+        """Return pickle and slots. An empty pickle means that the object needs a careful pickler."""
         self.to = to
         self._dump(obj)
         payload = b"".join(self._chunks)
@@ -287,7 +287,7 @@ class _BufferedPickler:
             self.clear()
             return b"", []
         del self._chunks[1:]
-        # nothing of the object is referred to from now on
+        # the new memo drops all references to the object
         self._pickler.memo = MEMO
         if not self._buffers:
             return payload, []
@@ -301,7 +301,7 @@ class _BufferedPickler:
         return payload, slots
 
     def _takes_care(self) -> bool:
-        """Whether something was named that a peer may know by another name, or that has another pickle by now."""
+        """Whether an object was named that peers may have under another name, or whose pickle may have changed."""
         if len(copyreg.dispatch_table) != self._known_to_copyreg:
             self._known_to_copyreg = len(copyreg.dispatch_table)
             self._forget_classes()
@@ -311,16 +311,16 @@ class _BufferedPickler:
         return any(b"_main__" in chunk for chunk in self._chunks if len(chunk) <= _MAX_FRAME_BYTES)
 
     def tell(self, is_rehearsal: bool) -> None:
-        """Tell reducers that the pickle is complete, unless it will not be sent."""
+        """Call the callbacks of reducers, because the pickle is complete; a rehearsal only drops them."""
         packed, self.packed = self.packed, []
         for tell in () if is_rehearsal else packed:
             tell()
 
     def clear(self) -> None:
-        """Drop what was pickled so far.
+        """Drop the pickle made so far.
 
-        A pickler refers to itself. The garbage collector finds it late, and never if it was there before `gc.freeze`:
-        it would keep the arguments of a failed call, and with them RRefs that others count.
+        A pickler is part of a reference cycle. The garbage collector frees it late, and never if it was there before
+        `gc.freeze`: it would keep the arguments of a failed call alive, and with them RRefs that their owners count.
         """
         self._pickler.memo = MEMO
         if self._is_careful:
@@ -335,16 +335,16 @@ class _BufferedPickler:
         self.table.update(self._always)
 
     def _find_reducer(self, cls: type) -> Callable[[Any], Any]:
-        """How objects of a class are reduced that is not in the table; remembered for classes that stay."""
+        """Return the reducer for a class that is not in the table, and add it there if the class is permanent."""
         if issubclass(cls, type):
-            raise KeyError(cls)  # objects of it are classes, which are pickled by name
+            raise KeyError(cls)  # a metaclass: its instances are classes, which are pickled by name
         reducer: Callable[[Any], Any] = _reduce
         if issubclass(cls, Tensor):
             reducer = self._reduce_subclass
         elif (family := self._family_of(cls)) is not None:
             reducer = partial(self._reduce_by, family)
         elif (registered := copyreg.dispatch_table.get(cls)) is not None:
-            return registered  # not remembered: it may be replaced
+            return registered  # not added: it may be replaced
         elif self._names_main and cls.__module__ in MAIN_NAMES:
             reducer = _main_reducer(cls)
         if importable_name(cls) is not None or not cls.__flags__ & _HEAP_TYPE:
@@ -368,7 +368,7 @@ class _BufferedPickler:
 def _tensor_reducer(add: Callable[[Tensor], None]) -> Callable[[Tensor], Any]:
     def reduce(tensor: Tensor) -> Any:
         add(tensor)
-        # a new tuple each time: pickle would take the same one for the same tensor
+        # a new tuple each time: pickle would memoize one tuple, and take it for the same tensor
         return FILL, (HOLE,)
 
     return reduce
@@ -385,12 +385,12 @@ def _parameter_reducer(add: Callable[[Tensor], None]) -> Callable[[Tensor], Any]
 
 
 def _main_reducer(cls: type) -> Callable[[Any], Any]:
-    """How objects of a class of the script are reduced: to the name of the class, without the class."""
+    """Return the reducer for objects of a class of the script: it pickles the name of the class, not the class."""
     name = MainName(cls.__qualname__)
     module_name, class_name = cls.__module__, cls.__qualname__
 
     def reduce(obj: Any) -> Any:
-        # a notebook may have defined another class of this name since
+        # a notebook may have defined another class of this name meanwhile
         if getattr(sys.modules.get(module_name), class_name, None) is not cls and importable_name(cls) is None:
             raise pickle.PicklingError(f"{cls!r} is not what the script has under this name now")
         reduced = _reduce(obj)
@@ -416,7 +416,7 @@ def _function_name(function: Any) -> str:
 
 
 def _parameter_names(function: Any, count: int) -> list[str]:
-    """What the function calls its positional arguments; by number where it does not say."""
+    """Return the names of a function's positional parameters; their numbers where it has no names."""
     names = [str(number) for number in range(count)]
     try:
         parameters = inspect.signature(function).parameters.values()
@@ -430,8 +430,8 @@ def _parameter_names(function: Any, count: int) -> list[str]:
 
 
 def loads(payload: bytes | bytearray | memoryview, slots: list[Any], _sender: WorkerInfo | None = None) -> Any:
-    """The object of a pickle and its slots. Raises whatever unpickling it raises.
+    """Return the object of a pickle and its slots. Raises any error of unpickling it.
 
-    The pickle runs what it names. What peers sent is read by `policy`, of which this is the unrestricted half.
+    Unpickling may run any code. Pickles of peers are read through a `policy`; this is how the unrestricted one does it.
     """
     return _loads(payload if IS_REGISTERED else spelled_out(payload), buffers=slots)

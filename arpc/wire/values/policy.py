@@ -1,12 +1,12 @@
-"""The one way by which what a peer sent becomes objects, and the two policies there are for it.
+"""The two policies by which data from peers become objects. There is no other way.
 
-Every pickle of a peer, in whatever message it comes, is read by `Policy.read`, every function that a peer wants to call
-by `Policy.function`, and every table of tensors by `Policy.layout`. All that these need to know of the sender is an
-argument: what comes in a reply is judged like what comes in a request.
+Every pickle of a peer, in any message, is read by `Policy.read`, every function that a peer wants to call by
+`Policy.function`, and every table of tensors by `Policy.layout`. Their only information about the sender is an
+argument, so replies are checked like requests.
 
 - `UNRESTRICTED`: peers are trusted with everything. A pickle may name and call anything.
-- `AllowList`: a pickle is data, see `wire.values.restricted`. *Roles* say which workers may call, or name, which of the
-  exported functions, and which of the runtime's own messages (``arpc:RRefFetch`` and its like) they may send.
+- `AllowList`: a pickle is data, see `wire.values.restricted`. *Roles* define which workers may call, or name, which of
+  the exported functions, and which of the runtime's own messages (``arpc:RRefFetch`` and its like) they may send.
 """
 
 from __future__ import annotations
@@ -35,34 +35,34 @@ Bytes = bytes | bytearray | memoryview
 
 
 class Unrestricted:
-    """A peer that may send anything may run any code here."""
+    """Peers may send anything, and so may run any code here."""
 
     is_restricted: Final = False
-    """Whether there is anything that a peer may not do."""
+    """Whether the policy refuses anything."""
     pickler: Final = HolePickler
-    """What makes pickles that peers with the same policy take."""
+    """The class for pickles that peers with the same policy accept."""
     read = staticmethod(loads)
-    """The object of a pickle and its slots, from this sender. Raises whatever unpickling raises."""
+    """Return the object of a pickle and its slots, from this sender. Raises any error of unpickling."""
     layout = staticmethod(read_layout)
-    """What a table of tensors says. Raises `ProtocolError`."""
+    """Read a table of tensors. Raises `ProtocolError`."""
     get_method = staticmethod(getattr)
     """`getattr` for a method that a peer calls by its name. Raises `NotAllowedError`."""
 
     def function(self, payload: Bytes, _sender: WorkerInfo) -> Any:
-        """What a peer will call by number. Raises `NotAllowedError`, or whatever unpickling raises."""
+        """Return a function that a peer will call by number. Raises `NotAllowedError`, or any error of unpickling."""
         return loads(payload, []) if payload else None
 
     def check_code(self) -> None:
-        """A request brings its function instead of the number of one. Raises `NotAllowedError` if that is refused."""
+        """Check a request that has a function instead of the number of one. Raises `NotAllowedError` to refuse it."""
 
     def check_plain(self, arguments: Any) -> None:
-        """A message of the runtime's own was read. Raises `NotAllowedError` if it must be plain data and is not."""
+        """Check the arguments of a message of the runtime. Raises `NotAllowedError` if plain data is required."""
 
     def check_message(self, sender: WorkerInfo, kind: type[Message]) -> None:
-        """A message of the runtime's own has come. Raises `NotAllowedError` if this sender may not send it."""
+        """Check a message of the runtime. Raises `NotAllowedError` if this sender may not send it."""
 
     def forget(self, peer: str) -> None:
-        """Drop what is remembered of a worker that has left for good."""
+        """Drop what is cached for a worker that has left for good."""
 
 
 UNRESTRICTED: Final = Unrestricted()
@@ -73,9 +73,9 @@ _MAX_PLAIN_DEPTH: Final = 8
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether there is nothing in it that could stand for more than it takes up: a `range` is as good as a list.
+    """Whether a value has no parts that could stand for more than their own size, as a `range` stands for a list.
 
-    What is there in many places is looked at once for each level.
+    A part that is in many places is checked once for each level.
     """
     level = {id(value): value}
     for _ in range(_MAX_PLAIN_DEPTH + 1):
@@ -95,18 +95,18 @@ def _is_plain(value: Any) -> bool:
 
 
 class AllowList:
-    """Peers call what is exported, and send what is on the lists of `wire.values.allowlist`."""
+    """Peers may call exported functions only, and send only objects on the lists of `wire.values.allowlist`."""
 
     is_restricted: Final = True
     pickler: Final = NamesOnlyPickler
     layout = staticmethod(partial(read_layout, is_restricted=True))
 
     def __init__(self, name: str, roles: Mapping[str, Sequence[str]] | None = None) -> None:
-        """``name`` is the worker's own. Without roles, all peers may call all that is exported."""
+        """``name`` is this worker's own. Without roles, all peers may call all exported functions."""
         self._name = name
         self._roles = roles or {}
         self._patterns: dict[str, tuple[str, ...] | None] = {name: None}
-        """What each peer may call; None if that is all that is exported. A worker may do to itself what it likes."""
+        """The patterns of functions that each peer may call; None for this worker itself, which may call all."""
 
     def read(self, payload: Bytes, slots: list[Any], sender: WorkerInfo) -> Any:
         return restricted_loads(payload, slots, partial(self._permit_function, sender.name))
@@ -158,4 +158,4 @@ class AllowList:
 
 
 Policy = Unrestricted | AllowList
-"""What peers may do to a worker. It is the same object for all that the worker receives."""
+"""The rules for what peers may do to a worker. One object is used for everything that the worker receives."""

@@ -12,7 +12,7 @@ import numpy as np
 __all__ = ["MEMORY", "address_of", "allocate", "view_of"]
 
 MEMORY: Final = cast("bytes", (ctypes.c_char * sys.maxsize).from_address(0))
-"""All of it, as one array that begins at address 0. A slice is a copy, made in a third of the time of `string_at`."""
+"""All of it, as an array from address 0. A slice is a copy, made in a third of the time of `ctypes.string_at`."""
 
 
 @lru_cache(1024)
@@ -21,18 +21,18 @@ def _bytes_type(size_bytes: int) -> type[ctypes.Array[ctypes.c_char]]:
 
 
 def view_of(owner: object, address: int, size_bytes: int) -> memoryview:
-    """Bytes that belong to a storage, or to something else, which lives as long as the view and must not move them."""
+    """Return a view of bytes that belong to ``owner``, which lives as long as the view and must not move the bytes."""
     array = _bytes_type(size_bytes).from_address(address)
     array.owner = owner  # type: ignore[attr-defined]
     return memoryview(array).cast("B")
 
 
 def allocate(size_bytes: int) -> memoryview:
-    """Memory for a large tensor to be read into, aligned. numpy asks the kernel for huge pages where that helps."""
+    """Allocate aligned memory to read a large tensor into. numpy asks the kernel for huge pages where that helps."""
     return np.empty(size_bytes, np.uint8).data
 
 
 def address_of(view: memoryview) -> int:
-    """Where the bytes of a view are."""
+    """Return the address of the bytes of a view."""
     address: int = np.frombuffer(view, np.uint8).__array_interface__["data"][0]
     return address

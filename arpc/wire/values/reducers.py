@@ -1,9 +1,9 @@
 """How single objects are pickled where pickle alone would not do.
 
-- A tensor becomes a *hole*; what fills it is noted beside the pickle. Plain numpy arrays become holes as well.
-- Functions and classes the peer can import travel by name, others (lambdas, closures, notebook cells) by value.
+- A tensor becomes a *hole*, whose content is kept beside the pickle. Plain numpy arrays become holes as well.
+- Functions and classes that the peer can import are sent by name, others (lambdas, closures, notebook cells) by value.
 - ``__main__`` counts as importable when the peer runs the same script, so that its globals are the peer's own.
-- Types of other parts of arpc bring their own *reducers*, handed in by whoever builds the pickler.
+- Other parts of arpc have *reducers* for their types, which the code that makes the pickler passes in.
 """
 
 from __future__ import annotations
@@ -54,22 +54,22 @@ class Parcel(Protocol):
     """The pickle that is being made, as a reducer sees it."""
 
     to: WorkerInfo | None
-    """Who will unpack it; None if that is not a worker."""
+    """The worker that receives the pickle; None if the receiver is not a worker."""
     main_by_value: bool
-    """Whoever unpacks it does not run this script, and so lacks what its ``__main__`` defines."""
+    """Whether the receiver does not run this script, and so lacks the objects that its ``__main__`` defines."""
     packed: list[Callable[[], None]]
-    """Called once the pickle is complete, but not if it fails."""
+    """Callbacks that are called once the pickle is complete, but not if pickling fails or the pickle is not sent."""
 
 
 Reducer = Callable[[Any, Parcel], tuple[Any, ...] | str]
-"""Like ``__reduce__``, but a function of the object and the parcel. `NotImplemented` leaves it to the usual way."""
+"""Like ``__reduce__``, but a function of the object and the parcel. `NotImplemented` means: pickle it as usual."""
 
 MAIN_NAMES: Final = ("__main__", "__mp_main__")
-"""The script, and what multiprocessing calls it in a spawned child."""
+"""The names of the script's module: its own, and that of multiprocessing in a spawned child."""
 
-# It is writable because pickle marks read-only memory, and would then look into what fills the hole for memory.
+# It is writable because pickle marks read-only memory, and unpickling would then read the hole's content as memory.
 HOLE: Final = PickleBuffer(bytearray())
-"""What stands in a pickle for something that travels beside it. Any number of them may be the same object."""
+"""Stands in a pickle for an object that is sent beside it. All holes can be this same object."""
 
 
 def _fill(slot: Any, dtype: str = "", shape: tuple[int, ...] = ()) -> Any:
@@ -79,7 +79,7 @@ def _fill(slot: Any, dtype: str = "", shape: tuple[int, ...] = ()) -> Any:
 _ARRAY_DTYPES: Final = {np.dtype(name): np.dtype(name).str for name in "?bBhHiIlLqQefdFD"}
 _DTYPES_BY_NAME: Final = {name: dtype for dtype, name in _ARRAY_DTYPES.items()}
 FILL: Final = _fill
-"""Called with what fills a hole, it returns just that (an object cannot be reduced to a hole alone), or an array."""
+"""Called with the content of a hole, returns it (an object cannot be reduced to a hole alone), or an array over it."""
 
 # -- how pickles begin
 
@@ -87,7 +87,7 @@ _EXTENSION_CODE: Final = 240
 PREFIX: Final = pickle.PROTO + b"\5" + pickle.EXT1 + bytes([_EXTENSION_CODE]) + pickle.MEMOIZE + pickle.POP
 """The beginning of each pickle that may have holes: makes `FILL` the first object in its memo.
 
-Extension codes spare both sides the lookup of a name. Code 240 is one of those that Python's registry leaves to
+An extension code saves both sides the lookup of a name. Code 240 is one of those that Python's registry leaves to
 private use. It is part of the wire format.
 """
 MEMO: Final = {id(_fill): (0, _fill)}
@@ -103,7 +103,7 @@ _SPELLED_OUT: Final = (
 
 
 def spelled_out(payload: bytes | bytearray | memoryview) -> bytes:
-    """A pickle in which a name stands for the extension code of the prefix."""
+    """Return a pickle with a name in place of the extension code of the prefix."""
     data = bytes(payload)
     return _SPELLED_OUT + data[len(PREFIX) :] if data.startswith(PREFIX) else data
 
@@ -124,7 +124,7 @@ IS_REGISTERED: Final = _register()
 
 
 class DispatchTable(dict[type, Callable[[Any], Any]]):
-    """How objects of a type are reduced. What is not in it is asked for each time."""
+    """The reducers by type. For a type that is not in it, ``find`` is called each time."""
 
     def __init__(self, known: Mapping[Any, Callable[[Any], Any]], find: Callable[[type], Callable[[Any], Any]]) -> None:
         super().__init__(known)
@@ -135,7 +135,7 @@ class DispatchTable(dict[type, Callable[[Any], Any]]):
 
 
 class NamingParcel(Parcel, Protocol):
-    """What a `HolePickler` writes to."""
+    """The parcel that a `HolePickler` writes to."""
 
     table: DispatchTable
 
@@ -145,17 +145,17 @@ class NamingParcel(Parcel, Protocol):
 
 
 class HolePickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """Pickles by value what has no name.
+    """Pickles functions and classes without a name by value.
 
-    It runs Python code for every object. `wire.values.pickler` uses it for what pickle's own pickler cannot do, and
-    gives it a table for everything that is neither a function nor a class.
+    It runs Python code for every object. `wire.values.pickler` uses it for objects that pickle's own pickler cannot
+    handle, and gives it a table for all objects that are neither functions nor classes.
     """
 
-    # without those of `copyreg`: cloudpickle's own ChainMap takes 2 us for each object
+    # without the reducers of `copyreg`: cloudpickle's own ChainMap takes 2 us for each object
     dispatch_table = cloudpickle.Pickler.dispatch_table.maps[0]
 
     def __init__(self, parcel: NamingParcel, buffer_found: Callable[[PickleBuffer], object]) -> None:
-        self.dispatch_table = parcel.table  # before pickle's own constructor, which asks for it
+        self.dispatch_table = parcel.table  # before pickle's own constructor, which reads it
         super().__init__(parcel, protocol=5, buffer_callback=buffer_found)
         self.main_by_value = parcel.main_by_value
         self._reduced = parcel.reduced
@@ -165,7 +165,7 @@ class HolePickler(cloudpickle.Pickler):  # type: ignore[misc]
         if reduced is not NotImplemented:
             return reduced
         if isinstance(obj, Tensor) or getattr(obj, "__qualname__", None) is None:
-            return NotImplemented  # the table has all that it takes
+            return NotImplemented  # the table handles these
         if getattr(obj, "__module__", None) in MAIN_NAMES:
             return self._reduce_of_main(obj)
         if type(obj) is FunctionType or isinstance(obj, type):
@@ -177,13 +177,13 @@ class HolePickler(cloudpickle.Pickler):  # type: ignore[misc]
             return _from_main, (obj.__qualname__,)
         module = sys.modules.get("__mp_main__")
         if module is not None and obj.__module__ == "__mp_main__":
-            # cloudpickle takes it for a module that can be imported, and it can be in no other process
+            # cloudpickle takes this for an importable module, but no other process can import it
             cloudpickle.register_pickle_by_value(module)
         return super().reducer_override(obj)
 
 
 class NamesOnlyPickler(HolePickler):
-    """For peers that take no code: what cannot be named is refused here, with a better reason than there."""
+    """For peers that accept no code: refuses objects without a name here, with a clearer error than the peer's."""
 
     def reducer_override(self, obj: Any) -> Any:
         kind = type(obj)
@@ -204,7 +204,7 @@ class NamesOnlyPickler(HolePickler):
 
 
 def reduce_tensor_subclass(obj: Tensor, add_slot: Callable[[Tensor], None]) -> Any:
-    """How a tensor that is not a plain one is pickled; `NotImplemented` if it knows that itself."""
+    """Reduce a tensor of a subclass; returns `NotImplemented` to leave it to the class's own ``__reduce_ex__``."""
     cls = type(obj)
     if cls.__reduce_ex__ not in {Tensor.__reduce_ex__, Parameter.__reduce_ex__}:
         return NotImplemented
@@ -213,17 +213,17 @@ def reduce_tensor_subclass(obj: Tensor, add_slot: Callable[[Tensor], None]) -> A
         inner = {name: getattr(obj, name) for name in names}
         return fill_wrapper, (cls, inner, context, tuple(obj.shape), tuple(obj.stride()), obj.requires_grad)
     if _has_no_memory(obj):
-        return NotImplemented  # all there is of it are its attributes, and torch knows how to make it again
-    # as what it is in memory, whatever it does where an operator of torch is called with it
+        return NotImplemented  # it consists of its attributes only, and torch can rebuild it
+    # as it is in memory, whatever its class does when an operator of torch is called with it
     with torch._C.DisableTorchFunctionSubclass(), _without_dispatch(cls):
         state = obj.__getstate__()
-        # the parameter itself, so that whoever looks at the slots (autograd does) finds the leaf
+        # the parameter itself, so that code which reads the slots (autograd does) finds the leaf
         add_slot(obj if issubclass(cls, Parameter) else obj.as_subclass(Tensor))
         return _fill_subclass, (cls, HOLE, obj.requires_grad, state)
 
 
 def reduce_array(array: np.ndarray[Any, np.dtype[Any]]) -> Any:
-    """How an array is pickled: a plain one as a hole and two words. numpy pickles the others, and their dtypes."""
+    """Reduce an array: a plain one to a hole, its dtype and its shape. numpy pickles the others, and their dtypes."""
     name = _ARRAY_DTYPES.get(array.dtype)
     if name is None or not array.flags.c_contiguous:
         return array.__reduce_ex__(5)
@@ -231,7 +231,7 @@ def reduce_array(array: np.ndarray[Any, np.dtype[Any]]) -> Any:
 
 
 def _has_no_memory(obj: Tensor) -> bool:
-    """Whether it is a wrapper: a tensor that answers operators itself, out of others that it refers to."""
+    """Whether a tensor is a wrapper: its class implements operators, by means of other tensors that it refers to."""
     if type(obj).__torch_dispatch__ is Tensor.__torch_dispatch__:
         return False
     with torch._C.DisableTorchFunctionSubclass(), _without_dispatch(type(obj)):
@@ -242,7 +242,7 @@ def _has_no_memory(obj: Tensor) -> bool:
 
 
 def _without_dispatch(cls: type[Tensor]) -> AbstractContextManager[object]:
-    """Where operators of torch take a tensor of a class for what it is in memory."""
+    """Return a context in which operators of torch take a tensor of a class as it is in memory."""
     if cls.__torch_dispatch__ is Tensor.__torch_dispatch__:
         return _AS_EVER
     return without_torch_dispatch()
@@ -251,20 +251,20 @@ def _without_dispatch(cls: type[Tensor]) -> AbstractContextManager[object]:
 _AS_EVER: Final = nullcontext()
 
 
-# -- what the pickles name: these run where they are unpickled
+# -- functions that pickles name: they run in the process that unpickles
 
 
 def _fill_parameter(tensor: Tensor, requires_grad: bool) -> Tensor:
-    # one that was recorded for autograd has a history here, and a parameter cannot
+    # a tensor that autograd has recorded has a history here, and a parameter cannot have one
     return tensor if tensor.grad_fn is not None else make_subclass(Parameter, tensor, requires_grad)
 
 
 FILL_PARAMETER: Final = _fill_parameter
-"""Called with the tensor that fills a hole, it returns a parameter."""
+"""Called with the tensor of a hole, returns a parameter; the tensor itself if autograd has recorded it."""
 
 
 def as_subclass(cls: type[Tensor], tensor: Tensor, requires_grad: bool) -> Tensor:
-    """A tensor that came with a message, as one of a subclass. It keeps the history it may have here."""
+    """Return a received tensor as an instance of a subclass. It keeps its autograd history, if it has one here."""
     return make_subclass(cls, tensor, requires_grad) if tensor.grad_fn is None else tensor.as_subclass(cls)
 
 
@@ -281,12 +281,12 @@ def _fill_subclass(cls: type[Tensor], tensor: Tensor, requires_grad: bool, state
 
 
 def make_instance(cls: Any, *args: Any) -> Any:
-    """What pickle's NEWOBJ does, for a class that the pickle does not name itself."""
+    """Do what pickle's NEWOBJ does, for a class that the pickle has as a `MainName`."""
     return cls.__new__(cls, *args)
 
 
 class MainName:
-    """Stands in a pickle for something of ``__main__``: the peer looks the name up in its own script."""
+    """Stands in a pickle for an object of ``__main__``: the peer looks the name up in its own script."""
 
     __slots__ = ("qualname",)
 
@@ -294,7 +294,7 @@ class MainName:
         self.qualname = qualname
 
     def __call__(self) -> None:
-        """Never called: pickle wants that what it calls there can be called here."""
+        """Never called: pickle checks that an object which the receiver calls is callable here."""
 
     def __reduce__(self) -> Any:
         return _from_main, (self.qualname,)
@@ -313,7 +313,7 @@ def fill_wrapper(
 
 
 def _from_main(qualname: str) -> Any:
-    """What this process's own script calls by that name."""
+    """Return the object of that name in this process's own script. Raises `SerializationError` if there is none."""
     main = sys.modules["__main__"]
     found: Any = main
     for name in qualname.split("."):
@@ -331,7 +331,7 @@ def _from_main(qualname: str) -> Any:
 
 
 def importable_name(obj: Any) -> tuple[str, str] | None:
-    """Module and qualified name under which importing gives this very object, or None."""
+    """Return the module and qualified name from which this very object can be imported, or None."""
     module_name = getattr(obj, "__module__", None)
     qualname = getattr(obj, "__qualname__", None)
     if not isinstance(module_name, str) or not isinstance(qualname, str):
@@ -342,7 +342,7 @@ def importable_name(obj: Any) -> tuple[str, str] | None:
         found = getattr(found, name, None)
     if found is obj:
         return module_name, qualname
-    # torch's operators name a hidden class, but live in their module as well
+    # the qualified names of torch's operators have a hidden class in them, but their module has them, too
     name = getattr(obj, "__name__", "")
     if isinstance(obj, BuiltinFunctionType) and getattr(module, name, None) is obj:
         return module_name, name

@@ -1,8 +1,8 @@
-"""Instances of registered classes: how a pickle may make one, and what it may set on it.
+"""Instances of registered classes: how a pickle may make one, and which attributes it may set.
 
-A registered class is trusted with its own code: its constructor with any arguments, and a ``__setstate__`` that it
-defines with any state. What it inherits from native types is not: some of their constructors take memory by the number
-that they are given, and some of their attributes are relied on by native code.
+The code of a registered class is trusted: its constructor with any arguments, and a ``__setstate__`` that it defines
+with any state. What it inherits from native types is not: some of their constructors allocate as much memory as an
+argument says, and native code relies on some of their attributes.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ _NATIVE_DATA: Final = (int, float, complex, str, bytes, bytearray, list, tuple, 
 _HEAP_TYPE: Final = 1 << 9  # Py_TPFLAGS_HEAPTYPE
 _MISSING: Final = object()
 _MAX_EXPONENT: Final = 10_000
-"""Of a Decimal, in both directions: an int of it, or its plain text, has about as many digits."""
+"""The largest exponent of a Decimal, in both directions: as an int, or as plain text, it has about as many digits."""
 
 
 # -- making
 
 
 def construct(cls: type, args: tuple[Any, ...]) -> Any:
-    """Call a registered class. Raises `NotAllowedError`, or what the class raises."""
+    """Call a registered class. Raises `NotAllowedError`, or any error of the class."""
     _check_arguments(cls, args)
     made = cls(*args)
     check_made(made)
@@ -43,7 +43,7 @@ def construct(cls: type, args: tuple[Any, ...]) -> Any:
 
 
 def make_bare(cls: type, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """``cls.__new__`` of a registered class, as pickle calls it."""
+    """Call ``__new__`` of a registered class, as pickle does. Raises `NotAllowedError`, or any error of the class."""
     _check_arguments(cls, (*args, *kwargs.values()))
     made = cls.__new__(cls, *args, **kwargs)
     check_made(made)
@@ -54,18 +54,18 @@ def _check_arguments(cls: type, args: tuple[Any, ...]) -> None:
     if issubclass(cls, BaseExceptionGroup) or (issubclass(cls, BaseException) and not _defines_construction(cls)):
         check_arguments(cls, args)
     elif issubclass(cls, Enum):
-        # It looks its argument up, and says in an error what that is
+        # An enum looks its argument up, and formats it in an error
         if len(args) != 1 or not is_plain(args[0]):
             raise NotAllowedError(f"a member of {cls.__qualname__} is named by its value, a number or a text")
     elif issubclass(cls, _NATIVE_DATA) and not _defines_construction(cls):
         for value in args:
-            # a range or an int is a few bytes in a pickle, and would be any number of them in a list, or in bytes
+            # a range or an int takes a few bytes in a pickle, and would take any number of them as a list, or as bytes
             if type(value) not in _allowed_contents(cls):
                 raise NotAllowedError(f"a {cls.__qualname__} is not made of {kind_of(value)}")
 
 
 def _defines_construction(cls: type) -> bool:
-    """Whether code of a registered class takes the arguments, and not what it inherits."""
+    """Whether a registered class handles the arguments in code of its own, not in an inherited native constructor."""
     return any(
         isinstance(vars(base).get(name), staticmethod | FunctionType)
         for base in cls.__mro__
@@ -83,7 +83,7 @@ def _allowed_contents(cls: type) -> tuple[type, ...]:
 
 
 def check_made(made: Any) -> None:
-    """Refuse an instance of which native code would read more than there is, or take any amount of memory."""
+    """Refuse an instance for which native code would read out of bounds, or take any amount of memory."""
     if isinstance(made, BaseException):
         check_exception(made)
     elif isinstance(made, dt.date | dt.time):
@@ -93,7 +93,7 @@ def check_made(made: Any) -> None:
 
 
 def _check_date(made: dt.date | dt.time) -> None:
-    """Constructors of these take bytes as they are; numbers they check."""
+    """Check a date or time by making it again from numbers: its constructor checks numbers, but not bytes."""
     try:
         if isinstance(made, dt.date):
             dt.date(made.year, made.month, made.day)
@@ -107,7 +107,7 @@ def _check_date(made: dt.date | dt.time) -> None:
 
 
 def set_state(made: Any, state: Any) -> None:
-    """What the BUILD of a pickle does to an instance. Raises `NotAllowedError`, or what the class raises."""
+    """Set the state of an instance, as pickle's BUILD does. Raises `NotAllowedError`, or any error of the class."""
     cls = type(made)
     if isinstance(made, Enum):
         raise NotAllowedError(f"a message that changes a member of {cls.__qualname__}, which is there once for all")
@@ -119,13 +119,13 @@ def set_state(made: Any, state: Any) -> None:
 
 
 def set_tensor_state(made: Tensor, state: Any) -> Tensor:
-    """Set the attributes of a tensor of a registered subclass."""
+    """Set the attributes of a tensor of a registered subclass. Raises `NotAllowedError`, or any error of the class."""
     _apply_state(made, state, Tensor)
     return made
 
 
 def _apply_state(made: Any, state: Any, base: type) -> None:
-    """Call the ``__setstate__`` that a registered class defines. That of ``base``, or none, sets attributes."""
+    """Call the ``__setstate__`` that a registered class defines. If there is only that of ``base``, set attributes."""
     cls = type(made)
     definer = next((each for each in cls.__mro__ if "__setstate__" in vars(each)), None)
     if definer is None or definer is base:
@@ -169,7 +169,7 @@ def _items(cls: type, attributes: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _check_name(cls: type, name: str) -> None:
-    """An attribute must not stand in the place of a method, or of what native code knows."""
+    """Refuse an attribute that would replace a method, or one of native code."""
     found = next((vars(base)[name] for base in cls.__mro__ if name in vars(base)), _MISSING)
     if found is _MISSING:
         return
@@ -181,7 +181,7 @@ def _check_name(cls: type, name: str) -> None:
 
 
 def _slots_of(cls: type) -> set[str]:
-    """The names that ``__slots__`` of classes in Python have added."""
+    """Return the names that the ``__slots__`` of classes in Python have added."""
     return {
         name
         for base in cls.__mro__
@@ -195,7 +195,7 @@ def _slots_of(cls: type) -> set[str]:
 
 
 def check_container(container: Any, *plain: type) -> None:
-    """Refuse to add items to what is no container: some objects take the same methods for something else."""
+    """Refuse to add items to an object that is no container, whose methods of that name may do something else."""
     kind = type(container)
     if kind not in plain and (kind not in CLASSES or isinstance(container, Enum | BaseException)):
         raise NotAllowedError(f"a message that adds to {kind.__qualname__} while it is read")

@@ -1,13 +1,13 @@
-"""Reads pickles that may name what is on the lists of `wire.values.allowlist`, and nothing else.
+"""Reads pickles that name only objects on the lists of `wire.values.allowlist`.
 
-Extension codes, which name objects of Python's registry, are refused, but for the one that every pickle begins with: a
-name replaces it before anything else is done.
+Extension codes, which name objects of Python's registry, are refused, except for the one that pickles begin with: a
+name replaces it first.
 
-Two readers. Nearly all pickles have nothing in them but data, holes for tensors and a few names: these are
-read by pickle's own, in C, which finds `QUICK` names alone. It makes nothing that has a state, and calls nothing but
-`Checked` functions. For a pickle with other names, such as those of registered classes, it gives up; then pickle's
-other reader takes over, the one in Python, in which every step that does something is looked at: what is called must
-be on the lists, what is changed must be an instance, never a class, and items are added to containers alone.
+There are two readers. Nearly all pickles contain only data, holes for tensors and a few names. The quick reader,
+pickle's own in C, reads these; it finds only `QUICK` names, so it makes no objects that have a state, and calls only
+`Checked` functions and a few immutable builtin types. It gives up at any other name, such as that of a registered
+class. Then the careful reader, pickle's own in Python, checks each step that calls or changes an object: a called
+object must be on the lists, a changed object must be an instance, never a class, and only containers get items.
 
 `wire.values.policy` is the only user of this module: everything that a peer sends is read through a policy.
 """
@@ -47,11 +47,11 @@ __all__ = ["read_name", "restricted_loads"]
 assert allowed_values is not None  # it fills the lists
 
 Permit = Callable[[Key], None]
-"""Raises `NotAllowedError` for an exported function that may not be named by whoever sent a pickle."""
+"""Raises `NotAllowedError` for an exported function that the sender of a pickle may not name."""
 
 
 class _NotQuickError(Exception):
-    """There is a name that takes the careful reader."""
+    """The pickle has a name that only the careful reader finds."""
 
 
 class _QuickUnpickler(pickle.Unpickler):
@@ -63,11 +63,11 @@ class _QuickUnpickler(pickle.Unpickler):
 
 
 class _Whole:
-    """A pickle as a file whose first read gives all of it, however much was asked for.
+    """A pickle as a file whose first read returns all of it, whatever size is requested.
 
-    Pickle's reader in C goes on in what it has got. From a file that gives as much as is asked for it gets a frame at a
-    time, and drops what is left of one when a value goes beyond its end: it would then read other opcodes than those
-    that were looked over.
+    Pickle's reader in C first uses up what a read returned. From a file that returns just the requested size it gets
+    one frame at a time, and drops the rest of a frame when a value goes beyond the end of it: then it would read other
+    opcodes than those that were checked.
     """
 
     __slots__ = ("_data",)
@@ -83,7 +83,7 @@ class _Whole:
 
 
 def restricted_loads(payload: bytes | bytearray | memoryview, slots: list[Any], permit: Permit) -> Any:
-    """`pickling.loads`, within the lists. Raises `NotAllowedError`, or whatever reading a bad pickle raises."""
+    """Unpickle as `pickler.loads` does, within the lists. Raises `NotAllowedError`, or any error of a bad pickle."""
     data = spelled_out(payload)
     check_proportion(data)
     if not needs_careful_reader(data, has_slots=bool(slots)):
@@ -95,7 +95,7 @@ def restricted_loads(payload: bytes | bytearray | memoryview, slots: list[Any], 
 
 
 def read_name(payload: bytes | bytearray | memoryview) -> Key:
-    """The name in a pickle of a function, which is not looked up. Raises `NotAllowedError` if there is more in it."""
+    """Return the name in the pickle of a function, without a lookup. Raises `NotAllowedError` for any other pickle."""
     if len(payload) > _MAX_NAME_BYTES:
         raise NotAllowedError(f"the name of a function that takes {len(payload)} bytes")
     found = _NameUnpickler(io.BytesIO(spelled_out(payload)), [], lambda _: None).load()
@@ -109,9 +109,9 @@ def read_name(payload: bytes | bytearray | memoryview) -> Key:
 _BY_NAME: Final = "in allow-list mode functions are called by their names"
 _MAX_NAME_BYTES: Final = 4096
 _MAIN: Final = object()
-"""What `reducers._from_main` is to a restricted reader: it looks a name of ``__main__`` up like all others."""
+"""Stands for `reducers._from_main` in a restricted reader, which looks a name of ``__main__`` up like all others."""
 _NEW: Final = object()
-"""What `reducers.make_instance` is to a restricted reader: it does what pickle's NEWOBJ does."""
+"""Stands for `reducers.make_instance` in a restricted reader, which does what pickle's NEWOBJ does."""
 _OF_READER: Final = {(reducing.__name__, "_from_main"): _MAIN, (reducing.__name__, "make_instance"): _NEW}
 _SEQUENCES: Final = frozenset((list, tuple))
 _DICTS: Final = (dict, OrderedDict, Counter, defaultdict)
@@ -128,17 +128,17 @@ _OPCODES: Final = (
     b"\x80\x95."  # PROTO, FRAME, STOP
     b"(01"  # MARK, POP, POP_MARK
     b"N\x88\x89JKM\x8a\x8bG"  # None, booleans and numbers
-    b"BC\x8e\x96X\x8c\x8d\x97\x98"  # bytes, strings and what comes beside the pickle
-    b"]}\x8f)t\x85\x86\x87\x91aesu\x90"  # containers and what is put into them
+    b"BC\x8e\x96X\x8c\x8d\x97\x98"  # bytes, strings and out-of-band buffers
+    b"]}\x8f)t\x85\x86\x87\x91aesu\x90"  # containers and their items
     b"hjqr\x94"  # the memo
-    b"\x93R\x81\x92b"  # names, calls, and the state of what was made
+    b"\x93R\x81\x92b"  # names, calls, and the state of instances
 )
 _TUPLE_OPCODES: Final = pickle.TUPLE + pickle.TUPLE1 + pickle.TUPLE2 + pickle.TUPLE3
 _Step = Callable[["_CarefulUnpickler"], None]
 
 
 def _then_count(step: _Step) -> _Step:
-    """A step after which what it has made is counted, see `ReadingCosts.made`."""
+    """Return a step that also counts the object that it has made, see `ReadingCosts.made`."""
 
     def load(reader: _CarefulUnpickler) -> None:
         step(reader)
@@ -180,7 +180,7 @@ class _CarefulUnpickler(PythonUnpickler):  # type: ignore[misc]
             f"{shown(key)} is not on the list of what messages may name here: see arpc.register_type and arpc.export"
         )
 
-    # -- steps that do something
+    # -- steps that call, make or change objects
 
     def _call(self, called: Any, args: Any) -> Any:
         if type(args) is not tuple:
@@ -225,7 +225,7 @@ class _CarefulUnpickler(PythonUnpickler):  # type: ignore[misc]
         self.stack[-1] = self._make(self.stack[-1], args, kwargs)
 
     def load_frozenset(self) -> None:
-        self.costs.add_keys(self.stack, self.stack)  # which is the list of the items, and ends here
+        self.costs.add_keys(self.stack, self.stack)  # the stack is the list of the items, and ends here
         PythonUnpickler.load_frozenset(self)
 
     def load_long4(self) -> None:
@@ -295,14 +295,14 @@ class _CarefulUnpickler(PythonUnpickler):  # type: ignore[misc]
 
 
 def _keys_of(items: Any, *, is_dict: bool) -> list[Any]:
-    """What becomes a key where a dict or a set is made of a value."""
+    """Return the keys of a dict or a set that is made of a value."""
     if type(items) not in _SEQUENCES:
         return []  # the keys of a dict or a set were counted when it was made
     return [pair[0] for pair in items if type(pair) in _SEQUENCES and pair] if is_dict else list(items)
 
 
 class _NameUnpickler(_CarefulUnpickler):
-    """Reads a name and looks nothing up."""
+    """Reads a single name, without a lookup."""
 
     def find_class(self, module: str, name: str) -> Any:
         return _MAIN if _OF_READER.get((module, name)) is _MAIN else _Name((module, name))
@@ -317,5 +317,5 @@ class _NameUnpickler(_CarefulUnpickler):
 
 
 def _is_immutable(obj: object) -> bool:
-    """Whether this is a class of Python that is called as it is. Asked by identity: it may be unhashable."""
+    """Whether this is a builtin class that is called without checks. Compared by identity: it may be unhashable."""
     return obj is complex or obj is range or obj is slice

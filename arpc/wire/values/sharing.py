@@ -1,7 +1,7 @@
-"""Which tensors of a message share memory, and shall share it again where they arrive.
+"""Finds the tensors of a message that share memory, so that they share it again at the receiver.
 
-Views of one storage travel as one *span* of it if they overlap, or lie so close to each other that what is between them
-is worth sending. Views that lie far apart travel alone: a few rows of an embedding must not drag the whole of it along.
+Views of one storage are sent as one *span* of it if they overlap, or lie so close to each other that the bytes between
+them are worth sending. Views that lie far apart are sent alone: a few rows of an embedding must not bring all of it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from arpc.wire.values.table import DTYPE_CODES
 
 __all__ = ["Span", "extent", "shared_spans"]
 
-# Beyond these, views that reach over each other are taken to overlap: finding out would cost more than it may save.
+# Beyond these limits, views with overlapping extents count as overlapping: an exact test would cost more than it saves.
 _MAX_MEMBERS: Final = 32
 _MAX_WORK: Final = 10_000
 
@@ -36,11 +36,11 @@ class Span:
     members: list[int] = field(default_factory=list)
     """The positions of the views in the message."""
     source: int | None = None
-    """Where the bytes are in the message, once they are in it."""
+    """The source of the bytes, see `table.Entry`; None until they are in the message."""
 
 
 def shared_spans(slots: Sequence[Tensor | PickleBuffer]) -> dict[int, Span]:
-    """The span of each tensor that is to share one with others, by its position in the message."""
+    """Return the span of each tensor that is to share one with other tensors, by its position in the message."""
     by_storage: dict[int, dict[int, Tensor]] = {}
     for position, slot in enumerate(slots):
         if isinstance(slot, Tensor) and slot.is_cpu and slot.dtype in DTYPE_CODES and not slot.is_nested:
@@ -61,7 +61,7 @@ def shared_spans(slots: Sequence[Tensor | PickleBuffer]) -> dict[int, Span]:
 
 
 def extent(tensor: Tensor) -> tuple[int, int]:
-    """First and one-past-last byte in its storage that a strided tensor, not an empty one, touches."""
+    """Return the first and one-past-last byte in its storage that a strided, non-empty tensor uses."""
     item = tensor.element_size()
     start = int(tensor.storage_offset()) * item
     if tensor.is_contiguous():
@@ -74,7 +74,7 @@ def _spans_of(members: dict[int, Tensor]) -> list[Span]:
     extents = sorted((*extent(tensor), position) for position, tensor in members.items() if tensor.numel())
     spans: list[Span] = []
     for start, end, position in extents:
-        # a gap no larger than what lies before it at most doubles what is sent
+        # a gap no larger than the bytes covered before it at most doubles what is sent
         if not spans or start > spans[-1].end + spans[-1].covered_bytes:
             spans.append(Span(start, end))
         span = spans[-1]
@@ -85,7 +85,7 @@ def _spans_of(members: dict[int, Tensor]) -> list[Span]:
 
 
 def _is_worth_sharing(span: Span, members: dict[int, Tensor]) -> bool:
-    # Sparse views, like two columns of a matrix, reach over each other and need not have an element in common
+    # The extents of views with gaps, such as two columns of a matrix, may overlap without a common element
     if span.end - span.start <= 2 * span.covered_bytes or len(span.members) > _MAX_MEMBERS:
         return True
     arrays = [_as_bytes(members[position]) for position in span.members]
@@ -104,7 +104,7 @@ def _overlap(
     left: np.ndarray[tuple[int, ...], np.dtype[np.void]], right: np.ndarray[tuple[int, ...], np.dtype[np.void]]
 ) -> bool:
     try:
-        # numpy's stubs know of two kinds of work only
+        # numpy's stubs accept two values only
         return bool(np.shares_memory(left, right, max_work=_MAX_WORK))  # type: ignore[arg-type]
     except np.exceptions.TooHardError:
         return True

@@ -1,9 +1,9 @@
-"""The tensor table: what a message says of its tensors, so that they can be built again.
+"""The tensor table: the description of a message's tensors, from which the receiver builds them again.
 
-A tensor is never pickled. The pickle of a message has a hole where the tensor was, and the table says what fills it:
-`wire.values.packing` writes the table, `wire.values.layouts` reads it. Contiguous tensors, nearly all there are, take
-one place in each of three columns: a code of dtype and ``requires_grad``, where the bytes are, and the shape.
-Whatever needs more words has an `Entry`.
+A tensor is never pickled. The pickle of a message has a hole in its place, and the table describes what fills the hole:
+`wire.values.packing` writes the table, `wire.values.layouts` reads it. Nearly all tensors are contiguous. These take
+one place in each of three columns: a code for dtype and ``requires_grad``, the source of the bytes, and the shape.
+Other tensors have an `Entry` as well.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ __all__ = [
 ]
 
 MAX_DIMENSIONS: Final = 64
-"""Of a tensor. Arrays of numpy and torch's operators have no more, in any version."""
+"""The most dimensions of a tensor. No version of numpy's arrays or of torch's operators takes more."""
 MAX_ROWS: Final = 1 << 17
-"""Tensors in one message. A row of a table takes a few bytes, and the tensor that is made of it some hundred."""
+"""The most tensors in one message. A row of a table takes a few bytes, the tensor made from it some hundred."""
 
 # -- dtypes. The position of a name, counted from its group's first code, is part of the wire format: append only.
 
@@ -67,15 +67,15 @@ _UNKNOWN_TO_NUMPY: Final = (
 
 
 class Code:
-    """The first column: a dtype's code, with `REQUIRES_GRAD` added if it does; or one of the others."""
+    """Values of the first column: a dtype's code, plus `REQUIRES_GRAD` if that is set; or `BYTES`; or `ENTRY`."""
 
     FIRST_STAND_IN: Final = 32
-    """From here on numpy has no such dtype: the bytes are read as integers of the same size, then viewed."""
+    """The first code of a dtype that numpy lacks: the bytes are read as integers of its size, then viewed."""
     REQUIRES_GRAD: Final = 64
     BYTES: Final = 128
     """Not a tensor: the memory of another object, out of band."""
     ENTRY: Final = 129
-    """The next of the entries says more."""
+    """A tensor that the next of the entries describes."""
 
 
 def _dtypes() -> dict[int, torch.dtype]:
@@ -83,7 +83,7 @@ def _dtypes() -> dict[int, torch.dtype]:
         **dict(enumerate(_KNOWN_TO_NUMPY)),
         **dict(enumerate(_UNKNOWN_TO_NUMPY, Code.FIRST_STAND_IN)),
     }
-    # an older torch lacks the newest
+    # an older torch lacks the newest dtypes
     return {code: getattr(torch, name) for code, name in names.items() if hasattr(torch, name)}
 
 
@@ -104,12 +104,12 @@ NUMPY_DTYPES: Final = {
 
 
 class Kind(IntEnum):
-    """What an `Entry` describes. Values are part of the wire format."""
+    """The kind of tensor that an `Entry` describes. Values are part of the wire format."""
 
     STRIDED = 1
     """In memory of its own, with strides."""
     SHARED = 2
-    """Part of a span of bytes that other tensors of the message are part of too: they share it again."""
+    """Part of a span of bytes that it shares with other tensors of the message, also at the receiver."""
     META = 3
     """A tensor with no memory at all."""
     COO = 4
@@ -117,9 +117,9 @@ class Kind(IntEnum):
     COMPRESSED = 5
     """Sparse, CSR and its like: the parts are compressed indices, plain indices and values."""
     SAVED = 6
-    """A layout of its own (quantized, nested): in the bytes of torch.save."""
+    """A layout that hides its memory (quantized, nested): as the bytes of torch.save."""
     PLACED = 7
-    """Not in host memory: ``layout`` names the device, the part says what its bytes are. They are in a buffer."""
+    """Not in host memory: ``layout`` names the device, and the only part describes the bytes, which are in a buffer."""
 
 
 class Flag:
@@ -131,16 +131,16 @@ class Flag:
     COALESCED: Final = 8
 
 
-# numpy takes a negative size for one that is checked already, so it must not get that far
+# negative sizes are refused here: numpy takes a size of -1 for as many elements as fit into the memory
 _Natural = Annotated[int, Meta(ge=0)]
 _Sizes = Annotated[tuple[_Natural, ...], Meta(max_length=MAX_DIMENSIONS)]
 
 
 class Entry(msgspec.Struct, array_like=True, gc=False):
-    """How to build one tensor.
+    """The description of one tensor.
 
-    ``source``: the offset of inline bytes, or -1 - n for buffer n; ``span_bytes`` of them count. ``strides`` are in
-    elements, ``offset`` is in bytes. ``layout`` names one of the compressed sparse layouts, or a device.
+    ``source`` is the offset of its inline bytes, or -1 - n for buffer n; ``span_bytes`` is their number. ``strides``
+    are in elements, ``offset`` is in bytes. ``layout`` names one of the compressed sparse layouts, or a device.
     """
 
     kind: int
@@ -156,7 +156,7 @@ class Entry(msgspec.Struct, array_like=True, gc=False):
 
 
 class Table(msgspec.Struct, array_like=True, gc=False):
-    """The tensors of one message. The columns are of one length; sources are as in an `Entry`."""
+    """The tensors of one message. The columns have equal lengths; sources are as in an `Entry`."""
 
     inline_bytes: _Natural
     codes: bytes

@@ -25,7 +25,7 @@ else:
 
     def __getattr__(name: str) -> Any:
         if not name.startswith("_"):
-            # a module is imported alone: `from arpc import errors` asks here before it looks for one
+            # import a submodule alone: `from arpc import errors` calls this before it looks for the submodule
             if importlib.util.find_spec(f"arpc.{name}") is not None:
                 return importlib.import_module(f"arpc.{name}")
             if name in __all__:

@@ -1,4 +1,4 @@
-"""The names that `arpc` offers, and what they take to import: torch and the whole runtime."""
+"""The public names of `arpc`. Importing this module imports torch and the whole runtime."""
 
 from arpc import autograd, functions, futures, launch, nn, optim, profiler, torchscript
 from arpc.agent.client.future import Future

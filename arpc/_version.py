@@ -1,4 +1,4 @@
-"""The one place that knows the version; packaging reads it from here."""
+"""The version, defined only here; packaging reads it from this module."""
 
 from __future__ import annotations
 

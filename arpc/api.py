@@ -1,4 +1,4 @@
-"""The functions people call. Each uses the worker of its context, see `runtime.current`."""
+"""The public functions. Each uses the worker of its context, see `runtime.current`."""
 
 from __future__ import annotations
 
@@ -58,13 +58,13 @@ class WorkerStart:
     def __await__(self) -> Generator[Any, None, Worker]:
         return self._start().__await__()
 
-    if not TYPE_CHECKING:  # a type checker says so before
+    if not TYPE_CHECKING:  # a type checker reports these mistakes itself
 
         def __enter__(self) -> NoReturn:
             raise TypeError("a worker starts on the event loop: use `async with arpc.init_rpc(...)`")
 
         def __exit__(self, *_: object) -> None:
-            pass  # Python looks for it before it enters
+            pass  # Python looks it up before it calls __enter__
 
         def __getattr__(self, name: str) -> NoReturn:
             raise AttributeError(
@@ -81,7 +81,7 @@ class WorkerStart:
     ) -> None:
         assert self._worker is not None
         try:
-            # An error must not wait for the others, who may be waiting for us
+            # After an error, do not wait for the other workers: they may be waiting for this one
             await self._worker.shutdown(graceful=error is None)
         finally:
             _leave_scope(self._worker)
@@ -104,10 +104,10 @@ def init_rpc(
             await arpc.rpc_sync("ps", torch.add, args=(torch.ones(2), 1))
 
     The name defaults to the variable ARPC_NAME, which ``arpc launch`` sets, or else to ``worker<rank>``. ``rank`` and
-    ``world_size`` default to RANK and WORLD_SIZE, which the launcher and torchrun set, or to what Slurm has for
-    them. ``world_size=None`` makes an elastic group, which workers join and leave at any time. The group meets at
-    ``init_method`` (``env://`` with MASTER_ADDR and MASTER_PORT, ``tcp://host:port``, ``file:///path``) or in a ready
-    ``store``.
+    ``world_size`` default to RANK and WORLD_SIZE, which the launcher and torchrun set, or to Slurm's variables for
+    them. ``world_size=None`` makes an elastic group, which workers can join and leave at any time. The group meets at
+    ``init_method`` (``env://`` with MASTER_ADDR and MASTER_PORT, ``tcp://host:port``, ``file:///path``) or in an
+    existing ``store``.
 
     ``async with`` shuts down gracefully at the end of the block, and at once on an exception.
     """
@@ -165,11 +165,12 @@ def rpc_async(
 ) -> Future[Any]:
     """Start a call of ``func(*args, **kwargs)`` on worker ``to`` now, and return its `Future`.
 
-    ``async def`` runs as a task there, plain ``def`` in a thread. ``timeout`` is in seconds, 0 for none; unset, it is
-    `RpcOptions.rpc_timeout`. Inside a handler no call may outlast what the handler's own caller has left.
+    An ``async def`` runs as a task on that worker, a plain ``def`` in a thread. ``timeout`` is in seconds, 0 for no
+    limit; the default is `RpcOptions.rpc_timeout`. A call made inside a handler ends at the handler's own deadline at
+    the latest.
     """
     scope = current_scope.get()
-    # `current`, written out
+    # `current`, inlined
     agent: Agent = (scope.worker if scope is not None else current()).agent
     return agent.call(to, func, args, kwargs, timeout, depth=3)
 
@@ -205,13 +206,13 @@ def rpc_sync(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float | Unset = UNSET,
 ) -> Coroutine[Any, Any, Any]:
-    """``await`` it: calls ``func(*args, **kwargs)`` on worker ``to`` and returns its result.
+    """Call ``func(*args, **kwargs)`` on worker ``to`` and return its result; ``await`` it.
 
-    Raises what the function raised, with its own type; its ``__cause__`` is the remote traceback. A type checker knows
-    the result by the function; `on` is the form that has it check the arguments too.
+    Raises the exception that the function raised, with its own type; its ``__cause__`` is the remote traceback. A type
+    checker infers the type of the result from the function; with `on` it checks the arguments too.
     """
     scope = current_scope.get()
-    # `current`, written out; without a worker it says what is missing
+    # `current`, inlined; without a worker it raises an error that says what is missing
     agent: Agent = (scope.worker if scope is not None else current()).agent
     return agent.call_and_wait(to, func, args, kwargs, timeout)
 
@@ -247,14 +248,14 @@ def remote(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float | Unset = UNSET,
 ) -> RRef[Any]:
-    """Run ``func(*args, **kwargs)`` on worker ``to`` and leave the result there; returns an `RRef` to it at once.
+    """Run ``func(*args, **kwargs)`` on worker ``to`` and leave the result there; return an `RRef` to it at once.
 
-    For a class, the result is an object there; for a generator, a stream that is held there. ``timeout`` applies to the
-    function. If it passes, or if it is unknown for another reason whether the value exists, every use of the RRef
-    raises `RRefCreationError`.
+    If ``func`` is a class, the result is an instance on that worker; if it is a generator, a stream that is held on
+    that worker. ``timeout`` applies to the function. If it passes, or if it is unknown for another reason whether the
+    value exists, every use of the RRef raises `RRefCreationError`.
     """
     scope = current_scope.get()
-    # `current`, written out
+    # `current`, inlined
     rrefs: RRefContext = (scope.worker if scope is not None else current()).rref_context
     return create_remote(rrefs, to, func, args, kwargs, timeout)
 
@@ -285,50 +286,50 @@ def stream(
     timeout: float | Unset = UNSET,
     window: int = 16,
 ) -> Stream[Any]:
-    """Call a generator on worker ``to``; ``async for item in arpc.stream(...)`` gets its items as they are made.
+    """Call a generator on worker ``to``; ``async for item in arpc.stream(...)`` receives its items as they are made.
 
-    At most ``window`` items are on their way. Leaving the loop early stops the generator.
+    At most ``window`` items are in flight or wait to be consumed. Leaving the loop early stops the generator.
     """
     return current().agent.stream(to, func, args, kwargs, timeout, window)
 
 
 def on(to: str | int | WorkerInfo, *, timeout: float | Unset = UNSET, window: int = 16) -> Callee:
-    """Worker ``to``, for calls whose arguments follow the function, so that a type checker can check them.
+    """Return a `Callee` for worker ``to``: arguments follow the function, so that a type checker can check them.
 
     ::
 
         total = await arpc.on("ps").rpc_sync(add, 1, step=2)  # arpc.rpc_sync("ps", add, args=(1,), kwargs={"step": 2})
         counter = arpc.on("ps", timeout=5).remote(Counter, start=3)
 
-    Both forms make the same call. Use this one where functions have type annotations: a wrong argument is then an error
-    before anything runs. Use `rpc_sync`, `rpc_async`, `remote` and `stream` where the arguments are a tuple and a dict
-    already, or where code is to look like code for torch.distributed.rpc. ``timeout`` and ``window`` (of streams) apply
-    to all calls through the returned object, which may be kept.
+    Both forms make the same call. Use this one where functions have type annotations: a type checker then reports a
+    wrong argument before anything runs. Use `rpc_sync`, `rpc_async`, `remote` and `stream` where the arguments are
+    already a tuple and a dict, or where the code should look like code for torch.distributed.rpc. ``timeout`` and
+    ``window`` (of streams) apply to all calls through the returned object, which may be kept and reused.
     """
     return current().on(to, timeout=timeout, window=window)
 
 
 def shared(tensor: Tensor) -> Tensor:
-    """A copy of a tensor in memory that the current worker shares with the other processes of its host.
+    """Return a copy of a tensor in memory that the current worker shares with the other processes of its host.
 
     Sending such a tensor, or a contiguous part of it, to a worker of this host copies nothing: **both see the same
-    memory**. Each reads what the other writes, at any time; only calls order their accesses. The memory is freed when
-    neither process has the tensor any more.
+    memory**. Each process sees the other's writes at any time; only calls order their accesses. The memory is freed
+    when neither process has the tensor any more.
 
     ::
 
         weights = arpc.shared(model.weight)
         await arpc.rpc_sync("worker1", train, args=(weights,))  # changes `weights` here
 
-    A worker that cannot see the memory (on another host, or connected by TCP) gets a copy, as of any tensor. All
-    workers get a copy if `RpcOptions.shared_memory_bytes` leaves no room for the tensor, or if it is not larger than
-    `RpcOptions.inline_tensor_bytes`. The copy is contiguous, on the CPU, and has no autograd history.
+    A worker that cannot see the memory (on another host, or connected by TCP) receives a copy, as of any tensor. All
+    workers receive copies if `RpcOptions.shared_memory_bytes` leaves no room for the tensor, or if it is not larger
+    than `RpcOptions.inline_tensor_bytes`. The returned tensor is contiguous, on the CPU, and has no autograd history.
     """
     return current().shared(tensor)
 
 
 def empty_shared(*size: int, dtype: torch.dtype | None = None) -> Tensor:
-    """A tensor as by `torch.empty`, in memory that is shared as `shared` says.
+    """Return an uninitialized tensor, like `torch.empty`, in shared memory: see `shared`.
 
     ::
 
@@ -340,17 +341,17 @@ def empty_shared(*size: int, dtype: torch.dtype | None = None) -> Tensor:
 
 
 def get_worker_info(name: str | int | WorkerInfo | None = None) -> WorkerInfo:
-    """Name and id of a worker of the group; of the current one if no name is given. Raises `UnknownWorkerError`."""
+    """Return the name and id of a worker of the group, by default of the current one. Raises `UnknownWorkerError`."""
     return current().get_worker_info(name)
 
 
 def get_worker_infos() -> list[WorkerInfo]:
-    """All workers of the group that the current one knows, itself among them, in the order of their ids."""
+    """Return all workers of the group that the current one knows, itself included, in the order of their ids."""
     return current().get_worker_infos()
 
 
 def remaining_time() -> float | None:
-    """Seconds until the deadline of the call this handler runs for; None if it has none. Never less than 0."""
+    """Return the seconds until the deadline of the call this handler runs for; None if it has none. Never below 0."""
     scope = current_scope.get()
     if scope is None or scope.deadline is None:
         return None
@@ -359,7 +360,7 @@ def remaining_time() -> float | None:
 
 
 async def shutdown(graceful: bool = True, timeout: float = 0) -> None:
-    """Shut the current worker down, see `Worker.shutdown`."""
+    """Shut down the current worker, see `Worker.shutdown`. Raises `NotInitializedError` if there is none."""
     scope = find_scope()
     if scope is None or scope.worker is None:
         raise NotInitializedError("there is no worker to shut down in this context")

@@ -1,4 +1,4 @@
-"""Calls written as calls: `arpc.on` names the worker, and arguments follow the function as they would here."""
+"""Calls with checked arguments: `arpc.on` names the worker, and arguments follow the function as in a local call."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ R = TypeVar("R")
 
 
 class Callee:
-    """A worker to call, and the timeout of those calls: what `arpc.on` returns.
+    """A worker to call, with the timeout and the stream window of those calls. Returned by `arpc.on`.
 
     A type checker compares the arguments of each call with the function's parameters, and an editor completes them.
     """
@@ -51,7 +51,7 @@ class Callee:
     @overload
     def rpc_sync(self, func: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Coroutine[Any, Any, R]: ...
     def rpc_sync(self, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
-        """``await`` it: calls ``func(*args, **kwargs)`` there and returns its result, see `arpc.rpc_sync`."""
+        """Call ``func(*args, **kwargs)`` on that worker and return its result; ``await`` it. See `arpc.rpc_sync`."""
         return self._agent.call_and_wait(self._to, func, args, kwargs, self._timeout)
 
     @overload
@@ -63,7 +63,7 @@ class Callee:
     @overload
     def rpc_async(self, func: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> Future[R]: ...
     def rpc_async(self, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
-        """Start a call of ``func(*args, **kwargs)`` there now, and return its `Future`, see `arpc.rpc_async`."""
+        """Start a call of ``func(*args, **kwargs)`` on that worker and return its `Future`, see `arpc.rpc_async`."""
         return self._agent.call(self._to, func, args, kwargs, self._timeout, depth=3)
 
     @overload
@@ -73,7 +73,7 @@ class Callee:
     @overload
     def remote(self, func: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> RRef[R]: ...
     def remote(self, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> RRef[Any]:
-        """Run ``func(*args, **kwargs)`` there and leave the result there, see `arpc.remote`."""
+        """Run ``func(*args, **kwargs)`` on that worker and leave the result there, see `arpc.remote`."""
         return create_remote(self._rrefs, self._to, func, args, kwargs, self._timeout)
 
     @overload
@@ -81,5 +81,5 @@ class Callee:
     @overload
     def stream(self, func: Callable[P, Iterable[R]], /, *args: P.args, **kwargs: P.kwargs) -> Stream[R]: ...
     def stream(self, func: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Stream[Any]:
-        """Iterate with ``async for`` over what ``func(*args, **kwargs)`` yields there, see `arpc.stream`."""
+        """Iterate with ``async for`` over the items that ``func(*args, **kwargs)`` yields there, see `arpc.stream`."""
         return self._agent.stream(self._to, func, args, kwargs, self._timeout, self._window)

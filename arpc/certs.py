@@ -1,6 +1,6 @@
-"""``arpc certs``: a certificate authority for tests, and certificates of workers.
+"""``arpc certs``: a certificate authority for tests, and certificates for workers.
 
-It is a start for those who have no authority of their own: the key of the authority lies beside the certificates.
+Meant for users without an authority of their own: the key of the authority is stored beside the certificates.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 __all__ = ["VALID_DAYS", "Authority", "run"]
 
 VALID_DAYS: Final = 365
-# clocks of hosts differ a little
+# the clocks of hosts differ a little
 _EARLIER: Final = timedelta(minutes=5)
 
 
 class Authority:
-    """Signs certificates for workers. Its files are in one directory, and are made when they are not there yet."""
+    """Signs certificates for workers. Its files are in one directory, and are created if they are missing."""
 
     def __init__(self, directory: str | os.PathLike[str], *, days: float = VALID_DAYS) -> None:
         """Raises `ConfigurationError` if cryptography is not installed."""
@@ -49,7 +49,7 @@ class Authority:
             self._make()
 
     def issue(self, name: str) -> TLS:
-        """Make the certificate of a worker, or of all whose names match a pattern; a second one replaces the first."""
+        """Create the certificate of a worker, or of all workers that match a pattern; replaces an earlier one."""
         from cryptography import x509
         from cryptography.hazmat.primitives import hashes, serialization
         from cryptography.x509.oid import ExtendedKeyUsageOID
@@ -150,7 +150,7 @@ def _key_usage(*, signs_certificates: bool) -> x509.KeyUsage:
 
 
 def _write(path: Path, data: bytes, mode: int = 0o644) -> None:
-    """Whole or not at all: a worker may read it at this moment."""
+    """Write a file atomically: a worker may be reading it."""
     beside = path.with_name(f".{path.name}.new")
     beside.unlink(missing_ok=True)
     descriptor = os.open(beside, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
@@ -164,7 +164,7 @@ def _write_secret(path: Path, data: bytes) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Makes the files and prints what to set."""
+    """Create the files and print the variables to set; return the exit status."""
     try:
         authority = Authority(options.directory, days=options.days)
         for name in options.names:

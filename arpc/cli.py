@@ -1,8 +1,8 @@
 """The command ``arpc``.
 
-A command is an entry of `COMMANDS`: a name, a sentence, a function that declares its arguments and one that runs and
-returns the exit status. The standard library parses them, so that ``arpc`` works wherever arpc is installed. What a
-command needs beyond that it imports when it runs, so that help, errors and completion come at once.
+A command is an entry of `COMMANDS`: a name, a sentence, a function that declares its arguments, and one that runs it
+and returns the exit status. The standard library parses the arguments, so that ``arpc`` works wherever arpc is
+installed. A command imports its other dependencies when it runs, so that help, errors and completion are immediate.
 """
 
 from __future__ import annotations
@@ -80,18 +80,18 @@ class _PrintCompletion(argparse.Action):
         option_string: str | None = None,
     ) -> None:
         if values == "fish":
-            print(fish_completion(parser), flush=True)  # noqa: T201 - that is what it is for
+            print(fish_completion(parser), flush=True)  # noqa: T201 - the output of the option
             parser.exit()
         try:
             import shtab
         except ImportError:
             parser.error(f"shell completion needs shtab: {install_command('cli')}")
-        print(shtab.complete(parser, shell=str(values)), flush=True)  # noqa: T201 - that is what it is for
+        print(shtab.complete(parser, shell=str(values)), flush=True)  # noqa: T201 - the output of the option
         parser.exit()
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command that `arguments`, or else the process's own, ask for; returns the exit status."""
+    """Run the command that `arguments` name, by default those of the process; return the exit status."""
     parser = argparse.ArgumentParser(prog="arpc", description="An asyncio-native RPC runtime for PyTorch.")
     parser.add_argument("--version", action="version", version=f"arpc {__version__}")
     parser.add_argument(
@@ -112,7 +112,7 @@ def main(arguments: list[str] | None = None) -> int:
             return 0
         status: int = options.run_command(options)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader has seen enough, as in `arpc ps | head -1`
+    except BrokenPipeError:  # the reader has closed the pipe, as in `arpc ps | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python fails to flush at its exit
         return 128 + signal.SIGPIPE
     return status

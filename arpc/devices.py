@@ -1,8 +1,8 @@
-"""Where tensors belong that are not in host memory: maps from the devices of one worker to those of another.
+"""Device maps: from the devices of one worker to those of another, for tensors that are not in host memory.
 
-A map of worker *a* for worker *b*, such as ``{"cuda:0": "cuda:1"}``, places the arguments that *a* sends, and turned
-around the results that it gets back. So it must be one to one. What each worker has and maps it tells the group, and
-all check all of it, so that a map that cannot work fails at the start and on every worker alike.
+A map of worker *a* for worker *b*, such as ``{"cuda:0": "cuda:1"}``, places the arguments that *a* sends; its inverse
+places the results that *a* receives. So it must be one to one. Each worker announces its devices and maps to the group,
+and every worker checks them all, so that an invalid map fails at the start and on every worker alike.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ DeviceMap: TypeAlias = Mapping[torch.device, torch.device]
 
 _CPU: Final = torch.device("cpu")
 _WITHOUT_INDEX: Final = ("cpu", "meta")
-"""There is one of these, whatever number it is called by."""
+"""Types with a single device, whatever its index."""
 
 
 class DeviceClaims(msgspec.Struct, frozen=True):
-    """What a worker says of devices: how many it has of a type, which of them it uses, and its maps by peer."""
+    """The devices that a worker announces: how many it has of each type, which it uses, and its maps by peer."""
 
     counts: dict[str, int] = {}
     devices: tuple[str, ...] = ()
@@ -45,22 +45,22 @@ class DeviceClaims(msgspec.Struct, frozen=True):
 
 
 def checked_device(value: DeviceLike, what: str) -> torch.device:
-    """A device by any of its names. ``what`` says in an error where it was named."""
+    """Return the device for any of its names. Raises `ConfigurationError`, whose text begins with ``what``."""
     if isinstance(value, bool) or not isinstance(value, int | str | torch.device):
         raise ConfigurationError(f"{what}: a device is a number, a name like 'cuda:0' or a torch.device, not {value!r}")
     try:
-        # not torch.device(0), which means whatever accelerator there is here, and the peer may have another
+        # not torch.device(0): it means the accelerator of this host, and the peer may have another
         device = torch.device("cuda", value) if isinstance(value, int) else torch.device(value)
     except RuntimeError as error:
         raise ConfigurationError(f"{what}: {value!r} is not a device: {str(error).splitlines()[0]}") from None
     if device.type in _WITHOUT_INDEX:
         return torch.device(device.type)
-    # without a number it would depend on whoever looks at it which device is meant
+    # without an index, the device would be the current one of whichever thread uses it
     return device if device.index is not None else torch.device(device.type, 0)
 
 
 def checked_device_map(to: str, mapping: Mapping[DeviceLike, DeviceLike]) -> dict[torch.device, torch.device]:
-    """A map as the user gave it, checked as far as one worker can. Raises `ConfigurationError`."""
+    """Check a device map from the user, as far as one worker can, and return it. Raises `ConfigurationError`."""
     what = f"the device map for worker {to!r}"
     if not isinstance(mapping, Mapping):
         raise ConfigurationError(f"{what} must be a dict of devices here to devices there, not {mapping!r}")
@@ -70,7 +70,7 @@ def checked_device_map(to: str, mapping: Mapping[DeviceLike, DeviceLike]) -> dic
 def merged_device_map(
     to: str, known: DeviceMap, mapping: Mapping[DeviceLike, DeviceLike]
 ) -> dict[torch.device, torch.device]:
-    """A device map, checked and added to what was said of that worker before."""
+    """Check a device map and return it, added to the known map for that worker. Raises `ConfigurationError`."""
     what = f"the device map for worker {to!r}"
     merged = dict(known)
     sources = {target: source for source, target in known.items()}
@@ -89,7 +89,7 @@ def merged_device_map(
 
 
 def checked_devices(devices: Iterable[DeviceLike]) -> tuple[torch.device, ...]:
-    """The devices a worker uses, as the user gave them. Raises `ConfigurationError`."""
+    """Check the devices that the user lists for a worker, and return them. Raises `ConfigurationError`."""
     if isinstance(devices, str | int):
         raise ConfigurationError(f"devices must be a list of devices, not {devices!r}")
     checked = tuple(checked_device(device, "devices") for device in devices)
@@ -101,9 +101,9 @@ def checked_devices(devices: Iterable[DeviceLike]) -> tuple[torch.device, ...]:
 
 
 def check_device_maps(claims: Mapping[str, DeviceClaims], *, is_complete: bool) -> None:
-    """Check what all workers claim against each other. Raises `ConfigurationError`.
+    """Check the claims of all workers against each other. Raises `ConfigurationError`.
 
-    ``is_complete``: there will be no other workers than these, so a map for another one is a mistake.
+    ``is_complete``: no further workers will join, so a map for a worker that is not among these is an error.
     """
     for name, claim in claims.items():
         _require_there(name, claim.devices, claim, f"worker {name!r} names in RpcOptions.devices")

@@ -9,44 +9,44 @@
     ├── UnknownWorkerError (LookupError)       no worker of that name or id in the group
     ├── RendezvousError (RuntimeError)         the group did not form
     │   ├── NameTakenError                     another live worker has this name or rank
-    │   └── RendezvousTimeoutError (TimeoutError)  some ranks never came
-    ├── NotReadyError (RuntimeError)           asked for what is still being made remotely: await it first
-    ├── UnsupportedError (ValueError)          what makes no sense for an object that is elsewhere
-    ├── LaunchError (RuntimeError)             a group of processes that was launched did not end well
-    ├── WorkersFailedError (ExceptionGroup)    something done on several workers failed on some of them
-    ├── TorchStateError (RuntimeError)         a grad mode that would leak from its coroutine to others
-    ├── ShutdownError (RuntimeError)           this worker is shutting down, or has shut down
-    ├── SerializationError (TypeError)         a function, argument or result that cannot travel
-    ├── NotAllowedError (PermissionError)      what a worker in allow-list mode does not let others do, or build
-    ├── CallError                              a call that ended without an answer of its function
+    │   └── RendezvousTimeoutError (TimeoutError)  some workers did not arrive in time
+    ├── NotReadyError (RuntimeError)           an object is still being created remotely: await it first
+    ├── UnsupportedError (ValueError)          not possible on a remote object, or a dependency is missing
+    ├── LaunchError (RuntimeError)             a launched group of processes failed
+    ├── WorkersFailedError (ExceptionGroup)    an operation on several workers failed on some of them
+    ├── TorchStateError (RuntimeError)         a grad mode would leak from its coroutine to other ones
+    ├── ShutdownError (RuntimeError)           the worker is shutting down, or has shut down
+    ├── SerializationError (TypeError)         a function, argument or result cannot be pickled or unpickled
+    ├── NotAllowedError (PermissionError)      a worker in allow-list mode refused a call or a value
+    ├── CallError                              a call ended without a reply from its function
     │   ├── RpcTimeoutError (TimeoutError)     its deadline passed
     │   ├── CallCancelledError                 its handler was cancelled on the callee, not by the caller
-    │   ├── OverloadedError                    the callee refused it: too many calls of this caller wait there
-    │   └── WorkerLostError (ConnectionError)  the callee died, left or fell silent
-    │       └── OwnerLostError                 it was the owner of an RRef, whose value is gone with it
-    ├── RRefError (RuntimeError)               an RRef that cannot be used: released, or its value is gone
+    │   ├── OverloadedError                    it was refused: too many calls wait, on the callee or to be sent
+    │   └── WorkerLostError (ConnectionError)  the callee died, left or stopped responding
+    │       └── OwnerLostError                 the callee owned an RRef, whose value is lost with it
+    ├── RRefError (RuntimeError)               an RRef cannot be used: it was released, or its value is gone
     │   └── RRefCreationError                  it is not known whether its value was ever created
     ├── AutogradError (RuntimeError)           no such context, or roots that gradients cannot start from
     │   └── BackwardError                      a node raised in a backward pass; names the worker and the node
-    ├── ProfilerError (RuntimeError)           a profile, or a profiling key, that is used out of turn
-    ├── ScriptError (RuntimeError)             a TorchScript function that raised, or cannot be called like that
-    ├── BatchError (ValueError)                a batched function returned what is no result for each of its calls
-    ├── RemoteError                            the function raised something that cannot be rebuilt here
-    └── WireError (ConnectionError)            what a peer sent, or a connection that cannot be used
-        ├── ProtocolError                      bytes that are no arpc, or not at this time
-        ├── HandshakeError                     the peer refused us, or we refused it
-        │   └── AuthenticationError            it could not prove that it knows the secret
+    ├── ProfilerError (RuntimeError)           a profile, or a profiling key, was used at the wrong time
+    ├── ScriptError (RuntimeError)             a TorchScript function raised, or does not take these arguments
+    ├── BatchError (ValueError)                a batched function did not return one result for each of its calls
+    ├── RemoteError                            the function raised an exception that cannot be rebuilt here
+    └── WireError (ConnectionError)            a connection failed, or cannot be used
+        ├── ProtocolError                      the peer sent bytes that are not arpc's, or not valid at this time
+        ├── HandshakeError                     one side refused the connection
+        │   └── AuthenticationError            the secret or the certificate of one side was not accepted
         └── ConnectionClosedError              the connection is closed
 
-    RemoteTraceback                            never raised: the ``__cause__`` of what was raised remotely
+    RemoteTraceback                            never raised: the ``__cause__`` of an exception raised remotely
 
 An exception of a remote function arrives with its own type, so it is *not* an ``ArpcError``; its ``__cause__`` is a
-:class:`RemoteTraceback` that says where it happened. Whatever inherits a builtin (in parentheses) can be caught as
-that.
+`RemoteTraceback` that shows where it was raised. An error with a builtin in parentheses inherits from that builtin, and
+can be caught as such.
 
-An error that a call raises has ``may_have_run``, which is False only if the function certainly did not run. It is about
-the call that raised it: if a handler makes a call of its own, and lets the error of that call pass, the caller of the
-handler gets the same type of error with ``may_have_run`` True, because the handler did run.
+An error that a call raises has ``may_have_run``, which is False only if the function certainly did not run. It refers
+to the call that raised it: if a handler does not catch the error of a call of its own, the caller of the handler gets
+the same type of error with ``may_have_run`` True, because the handler did run.
 """
 
 from __future__ import annotations
@@ -103,10 +103,10 @@ class ArpcError(Exception):
     """The base class of all errors that arpc itself raises."""
 
     may_have_run: bool = True
-    """Of an error that a call raised: False if the function certainly did not run, so that a retry is harmless."""
+    """Of an error that a call raised: False if the function certainly did not run, so that a retry is safe."""
 
     def __setstate__(self, state: dict[str, typing.Any] | None, /) -> None:
-        # Only the worker that made a call can say that it did not run: a copy, or one that was sent, does not say it.
+        # Only the worker that made a call knows that it did not run: a copy, or an error that was sent, loses the mark
         if state is not None:
             super().__setstate__({name: value for name, value in state.items() if name != "may_have_run"})
 
@@ -118,11 +118,11 @@ def not_run(error: E) -> E:
 
 
 def set_may_have_run(error: BaseException, may_have_run: bool) -> None:
-    """Let an error, and the members of an exception group, speak of another call than the one that raised it first."""
+    """Set ``may_have_run`` of an error, and of the members of an exception group, for the call that raises it now."""
     left = [error]
     while left:
         error = left.pop()
-        with contextlib.suppress(BaseException):  # a class of a user may have made a property of it
+        with contextlib.suppress(BaseException):  # a user's class may define it as a property
             if isinstance(error, ArpcError):
                 BaseException.__setattr__(error, "may_have_run", may_have_run)
             if isinstance(error, BaseExceptionGroup):
@@ -154,7 +154,7 @@ class NameTakenError(RendezvousError):
 
 
 class RendezvousTimeoutError(RendezvousError, TimeoutError):
-    """Some workers did not arrive in time."""
+    """Some workers did not arrive in time: at the start, or at a graceful shutdown."""
 
 
 class NotReadyError(ArpcError, RuntimeError):
@@ -162,15 +162,15 @@ class NotReadyError(ArpcError, RuntimeError):
 
 
 class UnsupportedError(ArpcError, ValueError):
-    """A method that makes no sense for an object that is on another worker; the text says what to use instead."""
+    """An operation is not possible on a remote object, or a dependency is missing; the text says what to do instead."""
 
 
 class WorkersFailedError(ArpcError, ExceptionGroup[Exception]):
-    """Something that was to be done on several workers failed on some of them, or on all.
+    """An operation on several workers failed on some of them, or on all.
 
-    Like the error of an `asyncio.TaskGroup` it holds one exception for each that failed, however many there are:
-    ``except* OwnerLostError:`` picks some of them. ``failed`` names their workers in the same order, ``succeeded``
-    those on which it was done.
+    Like the error of an `asyncio.TaskGroup` it holds one exception for each failure, even if there is only one:
+    ``except* OwnerLostError:`` selects some of them. ``failed`` names the failed workers in the order of the
+    exceptions, ``succeeded`` the workers on which the operation was done.
     """
 
     failed: tuple[str, ...] = ()
@@ -178,7 +178,7 @@ class WorkersFailedError(ArpcError, ExceptionGroup[Exception]):
 
     @classmethod
     def of(cls, what: str, errors: abc.Sequence[tuple[str, Exception]], succeeded: abc.Sequence[str]) -> Self:
-        """The error for what was done, given the workers that failed and those that did not."""
+        """Make the error of operation ``what``, from the failed workers with their errors and the other workers."""
         names = ", ".join(repr(name) for name, _ in errors)
         others = f"; done on {', '.join(map(repr, succeeded))}" if succeeded else ""
         made = cls(f"{what} failed on {names}{others}", [error for _, error in errors])
@@ -187,7 +187,7 @@ class WorkersFailedError(ArpcError, ExceptionGroup[Exception]):
         return made
 
     def derive(self, excs: abc.Sequence[Exception], /) -> WorkersFailedError:  # type: ignore[override]
-        """A group of some of the exceptions, for ``except*`` and `split`."""
+        """Return a group of some of the exceptions, for ``except*`` and `split`."""
         made = WorkersFailedError(self.message, excs)
         by_error = {id(error): name for name, error in zip(self.failed, self.exceptions, strict=False)}
         made.failed = tuple(by_error.get(id(error), "") for error in excs)
@@ -196,10 +196,11 @@ class WorkersFailedError(ArpcError, ExceptionGroup[Exception]):
 
 
 class LaunchError(ArpcError, RuntimeError):
-    """A group of processes that was launched did not end well.
+    """A launched group of processes failed.
 
-    ``worker`` is the name of the worker that failed first and so ended the group, ``exit_code`` how its process ended
-    (negative for a signal), ``traceback`` what it wrote last. Without a worker, the launcher itself could not go on.
+    ``worker`` is the name of the worker that failed first and so ended the group, ``exit_code`` the exit code of its
+    process (negative for a signal), ``traceback`` the traceback that it ended with, if any. If ``worker`` is None, the
+    launcher itself could not continue.
     """
 
     def __init__(
@@ -219,13 +220,13 @@ class TorchStateError(ArpcError, RuntimeError):
 
 
 class ShutdownError(ArpcError, RuntimeError):
-    """The worker is shutting down, so it takes no new work."""
+    """The worker is shutting down or has shut down, so it takes no new work."""
 
 
 class SerializationError(ArpcError, TypeError):
-    """Something that was to travel cannot be pickled or unpickled; the text names it.
+    """A function, argument, result or other value to send cannot be pickled or unpickled; the text names it.
 
-    ``is_of_answer`` is True if the call has been answered, and it is only here that the answer cannot be unpickled.
+    ``is_of_answer`` is True if the callee has replied, and only the reply cannot be unpickled on the caller.
     """
 
     is_of_answer = False
@@ -236,11 +237,11 @@ class NotAllowedError(ArpcError, PermissionError):
 
 
 class CallError(ArpcError):
-    """A call ended without an answer of its function."""
+    """A call ended without a reply from its function."""
 
 
 class RpcTimeoutError(CallError, TimeoutError):
-    """The deadline of a call passed before its answer came."""
+    """The deadline of a call passed before its reply arrived."""
 
 
 class CallCancelledError(CallError):
@@ -248,14 +249,14 @@ class CallCancelledError(CallError):
 
 
 class OverloadedError(CallError):
-    """The callee refused the call before running it."""
+    """The call was refused before it ran, because a limit of the callee or of this worker was reached."""
 
 
 class WorkerLostError(CallError, ConnectionError):
-    """The worker a call went to died, left the group or stopped answering.
+    """The worker that was called died, left the group or stopped responding.
 
-    ``worker`` is its name; ``may_have_run`` is False if the call certainly never reached it. An error that a handler
-    passed on from a call of its own names the worker that the handler called.
+    ``worker`` is its name; ``may_have_run`` is False if the call certainly never reached it. If a handler does not
+    catch this error of a call of its own, its caller gets an error with the name of the worker that the handler called.
     """
 
     def __init__(self, message: str, worker: str = "", *, may_have_run: bool = True) -> None:
@@ -272,15 +273,15 @@ def rebuild_worker_lost(cls: type[WorkerLostError], message: str, worker: str) -
 
 
 class OwnerLostError(WorkerLostError):
-    """The owner of an RRef died, left the group or stopped answering, and the value is lost with it."""
+    """The owner of an RRef died, left the group or stopped responding, and the value is lost with it."""
 
 
 class RRefError(ArpcError, RuntimeError):
-    """An RRef that cannot be used: it was released, or its value is gone."""
+    """An RRef cannot be used: it was released, or its value is gone."""
 
 
 class RRefCreationError(RRefError):
-    """The creation of an RRef timed out or was cut off, so that its value may not exist."""
+    """The creation of an RRef timed out or was interrupted, so that its value may not exist."""
 
 
 class AutogradError(ArpcError, RuntimeError):
@@ -288,12 +289,12 @@ class AutogradError(ArpcError, RuntimeError):
 
 
 class BackwardError(AutogradError):
-    """Something raised while a backward pass ran its nodes on some worker; that error is the ``__cause__``.
+    """An exception was raised while a backward pass ran its nodes on some worker; it is the ``__cause__``.
 
     ``worker`` is the name of that worker, ``worker_id`` its id, ``node`` the node of the graph as far as it is known,
-    ``forward_stack`` where its forward ran, if torch's anomaly mode was on there then. ``reason`` is the text of that
-    error alone, and ``path`` the ids of the workers that it came by: first the one that began the pass, last the one
-    where it was raised.
+    ``forward_stack`` the stack of its forward, if torch's anomaly mode was on there at that time. ``reason`` is the
+    text of that exception alone, and ``path`` the ids of the workers that the error passed through: first the one that
+    began the pass, last the one where it was raised.
     """
 
     def __init__(
@@ -333,7 +334,7 @@ class ProfilerError(ArpcError, RuntimeError):
 class ScriptError(ArpcError, RuntimeError):
     """A TorchScript function raised, or does not take the arguments that it was called with.
 
-    The text is torch's own. Where ``torch.jit.Error`` is no RuntimeError, this is one.
+    The text is torch's own. Unlike ``torch.jit.Error``, this is a RuntimeError.
     """
 
 
@@ -358,8 +359,8 @@ class RemoteError(ArpcError):
         return f"{self.type_name} on worker {self.worker!r}: {self.message}"
 
 
-class RemoteTraceback(Exception):  # noqa: N818 - it is a traceback, worn as a cause
-    """Where an exception was raised on a remote worker; the ``__cause__`` of the exception raised here."""
+class RemoteTraceback(Exception):  # noqa: N818 - it is a traceback, used as a cause
+    """The traceback of an exception on a remote worker; the ``__cause__`` of the exception raised here."""
 
     is_of_handler = True
     """False if the runtime of that worker ended the handler: by its deadline, a cancellation or a shutdown."""
@@ -378,7 +379,7 @@ class WireError(ArpcError, ConnectionError):
 
 
 class ProtocolError(WireError):
-    """The peer sent something that is not arpc, or not at this time."""
+    """The peer sent bytes that are not arpc's protocol, or a message that is not valid at this time."""
 
 
 class HandshakeError(WireError):
@@ -386,7 +387,7 @@ class HandshakeError(WireError):
 
 
 class AuthenticationError(HandshakeError):
-    """A peer could not prove that it knows the cluster secret."""
+    """A peer could not prove that it knows the cluster secret, or the certificate of one side was not accepted."""
 
 
 class ConnectionClosedError(WireError):

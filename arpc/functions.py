@@ -1,4 +1,4 @@
-"""Marks for functions that are called remotely."""
+"""Decorators for functions that are called remotely."""
 
 from arpc.agent.server.functions import async_execution, inline
 

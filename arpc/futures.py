@@ -1,4 +1,4 @@
-"""Futures, and waiting for several of them."""
+"""Futures, and functions that wait for several of them."""
 
 from arpc.agent.client.future import Future, collect_all, wait_all
 

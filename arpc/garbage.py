@@ -1,9 +1,9 @@
-"""How often Python looks for garbage in a process that makes and serves calls, and at what.
+"""How often Python collects garbage in a process that makes and serves calls, and among which objects.
 
-Python looks at all new objects whenever there are 700 more than before. Thousands of calls in flight are many new
-objects and no garbage: to look at them again and again takes a third of the time there is. So as long as Python finds
-nothing it is let to look less often, and as soon as it finds something, as often as it would by itself. Whoever leaves
-no cycles behind is not disturbed, and whoever does sees no more of them than before, but for those of one delay.
+Python examines all new objects whenever there are 700 more than before. Thousands of calls in flight are many new
+objects and no garbage: examining them again and again takes a third of the time. So collections become rarer as long as
+they find nothing, and as soon as one finds garbage, Python's usual threshold applies again. A program that leaves no
+reference cycles behind is not disturbed; one that does has no more of them than before, except those of one delay.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ __all__ = ["BACKOFF", "FREEZER", "Backoff", "Freezer"]
 
 
 _MOST: Final = 1 << 30
-"""About the largest threshold that Python takes."""
+"""About the largest threshold that Python accepts."""
 
 
 class _Wish(NamedTuple):
-    """What somebody wants, as long as their loop is not closed."""
+    """The factor that a worker asks for, as long as its loop is not closed."""
 
     factor: int
     loop: weakref.ref[asyncio.AbstractEventLoop]
@@ -34,10 +34,10 @@ class _Wish(NamedTuple):
 
 
 class Freezer:
-    """Keeps collections from looking at what was there before the first worker of the process.
+    """Excludes the objects that existed before the first worker of the process from collections.
 
-    Nothing of a worker itself is frozen: a frozen object that refers to itself is never freed, nor is anything that it
-    refers to, such as the arguments of a call.
+    No object of a worker itself is frozen: a frozen reference cycle is never freed, nor is anything that it refers to,
+    such as the arguments of a call.
     """
 
     def __init__(self) -> None:
@@ -45,9 +45,9 @@ class Freezer:
         self._lock = threading.Lock()
 
     def begin(self, loop: asyncio.AbstractEventLoop) -> None:
-        """A worker is about to be built. Freezes what there is, unless there are other workers already.
+        """Freeze the objects that exist before a worker is built, unless there are other workers already.
 
-        It is over with `end`, or when the loop is closed: a worker may be abandoned, and never be shut down.
+        In effect until `end`, or until the loop is closed: a worker may be abandoned without a shutdown.
         """
         with self._lock:
             self._loops = [one for one in self._loops if (known := one()) is not None and not known.is_closed()]
@@ -57,7 +57,7 @@ class Freezer:
             self._loops.append(weakref.ref(loop))
 
     def end(self, loop: asyncio.AbstractEventLoop) -> None:
-        """Take back one `begin`, if there was one; the last lets collections look at everything again."""
+        """Undo one `begin`, if there was one; the last one unfreezes all objects."""
         with self._lock:
             ended = weakref.ref(loop)
             if ended in self._loops:
@@ -67,21 +67,21 @@ class Freezer:
 
 
 class Backoff:
-    """Lets collections that find nothing be rarer, up to a factor, while somebody wants that."""
+    """Makes collections rarer while they find nothing, up to a factor, as long as a worker asks for it."""
 
     def __init__(self) -> None:
         self._wishes: tuple[_Wish, ...] = ()
-        """Replaced, never changed: a collection may come at any moment."""
+        """Replaced, never mutated: a collection may run at any moment."""
         self._lock = threading.Lock()
         self._usual = 0
-        """The first of `gc.get_threshold`, as the program wants it."""
+        """The first value of `gc.get_threshold`, as the program has set it."""
         self._last = 0
-        """The threshold as it was set here. If it is another, the program has set it meanwhile."""
+        """The threshold that was set last here. If Python's differs, the program has set it meanwhile."""
 
     def begin(self, factor: int, loop: asyncio.AbstractEventLoop) -> None:
-        """Let there be up to ``factor`` times as many new objects before Python looks at them; 1 changes nothing.
+        """Allow up to ``factor`` times as many new objects before Python examines them; 1 changes nothing.
 
-        It is over with `end`, or when the loop is closed: a worker may be abandoned, and never be shut down.
+        In effect until `end`, or until the loop is closed: a worker may be abandoned without a shutdown.
         """
         if factor > 1:
             with self._lock:
@@ -91,11 +91,11 @@ class Backoff:
                 self._wishes = (*filter(_is_current, self._wishes), _Wish(factor, weakref.ref(loop)))
 
     def end(self, factor: int, loop: asyncio.AbstractEventLoop) -> None:
-        """Take back one `begin` with the same factor, if there was one; the last brings back what was before."""
+        """Undo one `begin` with the same factor, if there was one; the last one restores the program's threshold."""
         if factor > 1:
             with self._lock:
                 wishes, ended = list(self._wishes), _Wish(factor, weakref.ref(loop))
-                if ended in wishes:  # a worker may be shut down before its start has come that far
+                if ended in wishes:  # a worker may be shut down before its start has called `begin`
                     wishes.remove(ended)
                 self._wishes = tuple(filter(_is_current, wishes))
                 if not self._wishes and self._looked in gc.callbacks:
@@ -103,7 +103,7 @@ class Backoff:
                     self._set(self._heed_program())
 
     def _looked(self, phase: str, info: dict[str, Any]) -> None:
-        """Called by Python, in the midst of whatever made the last of the objects, in any thread: takes no lock."""
+        """Called by Python in any thread, in the middle of the code that made the last object: takes no lock."""
         if phase != "stop":
             return
         try:
@@ -112,10 +112,10 @@ class Backoff:
             most = max(usual, min(usual * factor, _MOST))
             self._set(usual if info["collected"] else min(2 * self._last, most))
         except RecursionError:
-            pass  # what made the last object has come to the limit itself: the next collection is soon enough
+            pass  # the interrupted code is at the recursion limit: the next collection is soon enough
 
     def _heed_program(self) -> int:
-        """The usual threshold, which is that of the program if it has set one."""
+        """Return the usual threshold: the one that the program has set, if it has changed it meanwhile."""
         now = gc.get_threshold()[0]
         if now != self._last:
             self._usual = self._last = now
@@ -132,6 +132,6 @@ def _is_current(wish: _Wish) -> bool:
 
 
 BACKOFF: Final = Backoff()
-"""The one of this process, for all its workers."""
+"""The only instance of this process, for all its workers."""
 FREEZER: Final = Freezer()
-"""The one of this process, for all its workers."""
+"""The only instance of this process, for all its workers."""

@@ -1,4 +1,4 @@
-"""Names for workers and for things that must be unique over the group."""
+"""Names and ids of workers, and ids that are unique in the group."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ WorkerId = int
 so an id tells a worker from its successor under the same name."""
 
 UNKNOWN_ID = -1
-"""In the place of an id as long as only the name of a worker is known."""
+"""Stands for the id of a worker of which only the name is known."""
 
 MAX_WORKER_ID = (1 << 16) - 1
 LOCAL_BITS = 48
@@ -44,7 +44,7 @@ class WorkerInfo(NamedTuple):
 
 
 class GloballyUniqueId(NamedTuple):
-    """An id no other worker makes: who made it, and a number counting up there."""
+    """An id that is unique in the group: the worker that made it, and a number that counts up on that worker."""
 
     created_on: WorkerId
     local_id: int
@@ -53,7 +53,7 @@ class GloballyUniqueId(NamedTuple):
         return f"GloballyUniqueId(created_on={self.created_on}, local_id={self.local_id})"
 
     def to_int(self) -> int:
-        """Both halves in 64 bits: 16 for the worker, 48 for the number."""
+        """Return both parts in 64 bits: 16 for the worker, 48 for the number."""
         return self.created_on << LOCAL_BITS | self.local_id
 
     @classmethod
@@ -62,26 +62,26 @@ class GloballyUniqueId(NamedTuple):
 
 
 class IdAllocator:
-    """Hands out the ids of one worker."""
+    """Allocates the ids that one worker makes."""
 
     def __init__(self, worker_id: WorkerId) -> None:
         # itertools.count is one C call: safe from any thread without a lock
         self.next_number: Callable[[], int] = count(worker_id << LOCAL_BITS).__next__
-        """The next id as it travels, see `GloballyUniqueId.to_int`."""
+        """Returns the next id as an integer, as it is sent: see `GloballyUniqueId.to_int`."""
 
     def next(self) -> GloballyUniqueId:
         return GloballyUniqueId.from_int(self.next_number())
 
 
 def creator_of(number: int) -> WorkerId:
-    """Which worker made the id that is this number."""
+    """Return the worker that made an id, given as an integer."""
     return number >> LOCAL_BITS
 
 
 def address_of(worker: WorkerInfo) -> WorkerId | str:
-    """How a message names its receiver so that no successor under the same name gets it: by its id, once that is known.
+    """Return the address of a worker for a message: its id once known, so that no successor under its name gets it.
 
-    The agent sends to an id over a connection to that very incarnation, or raises `UnknownWorkerError`.
+    The agent sends to an id only over a connection to that incarnation, or raises `UnknownWorkerError`.
     """
     return worker.name if worker.id == UNKNOWN_ID else worker.id
 

@@ -1,9 +1,9 @@
-"""One tree of loggers, ``arpc.*``, whose records say on which worker something happened, for whom and in which call.
+"""One tree of loggers, ``arpc.*``, whose records have the worker, the caller and the call that they belong to.
 
-Quiet by default, as a library should be: nothing is written unless the program sets logging up, or ``ARPC_LOG`` asks
-for it. Each record has the attributes ``worker``, ``peer`` and ``call_id``, None where there is none, so that a
-formatter can name them and a JSON formatter finds them. They come from the context: a handler's own logging has them
-too if it uses `get_logger`.
+Quiet by default, as a library should be: nothing is written unless the program configures logging, or ``ARPC_LOG`` is
+set. Each record has the attributes ``worker``, ``peer`` and ``call_id``, None where there is none, so that a formatter
+can name them and a JSON formatter finds them. They come from the context: a handler's own records have them too if it
+logs through `get_logger`.
 
 >>> import logging
 >>> handler = logging.StreamHandler()
@@ -32,13 +32,13 @@ _root.addHandler(logging.NullHandler())
 
 
 class _Source:
-    """Tells what the running code belongs to. Set by the layer that knows."""
+    """Holds the function that returns the `FIELDS` of the running code. Set by the layer that knows them."""
 
     read: Callable[[], Mapping[str, Any]] = staticmethod(lambda: _NONE)
 
 
 def set_source(read: Callable[[], Mapping[str, Any]]) -> None:
-    """Say where ``worker``, ``peer`` and ``call_id`` come from, unless a call of the logger gives them itself."""
+    """Set the function that returns ``worker``, ``peer`` and ``call_id``; the ``extra`` of a log call overrides it."""
     _Source.read = staticmethod(read)
 
 
@@ -49,12 +49,12 @@ class _Logger(logging.LoggerAdapter[logging.Logger]):
 
 
 def get_logger(name: str) -> logging.LoggerAdapter[logging.Logger]:
-    """The logger of that name, whose records have the `FIELDS`. Names begin with ``arpc.`` for what is part of arpc."""
+    """Return a logger whose records have the `FIELDS`. The names of arpc's own loggers begin with ``arpc.``."""
     return _Logger(logging.getLogger(name), {})
 
 
 class _FieldsFilter(logging.Filter):
-    """For records of the tree that were not made by `get_logger`."""
+    """Adds the `FIELDS`, as None, to records of the tree that were not logged through `get_logger`."""
 
     def filter(self, record: logging.LogRecord) -> bool:
         for name in FIELDS:
@@ -64,14 +64,14 @@ class _FieldsFilter(logging.Filter):
 
 
 Tap = Callable[[logging.LogRecord, Mapping[str, Any]], None]
-"""Is told each record and the `FIELDS` of the code that logs, in the thread that logs. Must not raise, nor log."""
+"""A callback for each record and the `FIELDS` of the code that logs, in the thread that logs. Must not raise or log."""
 
 
 class _Taps:
-    """Where records are made: `logging` has one place for that in a process, and taps share it.
+    """The taps of this process, which share the one record factory of `logging`.
 
-    A handler at the root would do it too, but programs and `logging.basicConfig` take its presence for a setup of
-    logging, and Python then does not print warnings by itself any more.
+    A handler of the root logger would work too, but programs and `logging.basicConfig` take its presence for a
+    configuration of logging, and Python then does not print warnings by itself any more.
     """
 
     taps: tuple[Tap, ...] = ()
@@ -79,7 +79,7 @@ class _Taps:
 
 
 def tap(told: Tap) -> Callable[[], None]:
-    """Hear of every record that is made in this process; call what is returned to hear of no more."""
+    """Call a function for every log record that is made in this process; call the returned function to stop."""
     _Taps.taps += (told,)
     if _Taps.before is None:
         _Taps.before = logging.getLogRecordFactory()
@@ -87,7 +87,7 @@ def tap(told: Tap) -> Callable[[], None]:
 
     def untap() -> None:
         _Taps.taps = tuple(one for one in _Taps.taps if one is not told)
-        # a program that has wrapped this in the meantime keeps what it has
+        # a program may have wrapped this factory meanwhile, and keeps its own
         if not _Taps.taps and _Taps.before is not None and logging.getLogRecordFactory() is _make_record:
             logging.setLogRecordFactory(_Taps.before)
             _Taps.before = None
@@ -106,7 +106,10 @@ def _make_record(*args: Any, **kwargs: Any) -> logging.LogRecord:
 
 
 def configure_from_environment() -> None:
-    """Write to stderr what ``ARPC_LOG`` asks for: DEBUG, INFO, WARNING or ERROR. Once for a process."""
+    """Log to stderr at the level in ``ARPC_LOG``: DEBUG, INFO, WARNING or ERROR. Has an effect once per process.
+
+    Raises `ConfigurationError` for an unknown level.
+    """
     level = os.environ.get("ARPC_LOG", "").upper()
     if not level or any(isinstance(handler, _EnvironmentHandler) for handler in _root.handlers):
         return
@@ -120,4 +123,4 @@ def configure_from_environment() -> None:
 
 
 class _EnvironmentHandler(logging.StreamHandler[Any]):
-    """Told from a program's own handlers by its class."""
+    """The handler of ``ARPC_LOG``, distinguished from a program's own handlers by its class."""

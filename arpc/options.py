@@ -1,4 +1,4 @@
-"""What a user can set, with every default and every ``ARPC_*`` variable in one place."""
+"""The options of a worker, with all their defaults and ``ARPC_*`` variables in one place."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Unset:
 
     _instance: Unset | None = None
 
-    def __new__(cls) -> Unset:  # noqa: PYI034 - there is one only
+    def __new__(cls) -> Unset:  # noqa: PYI034 - a singleton
         if cls._instance is None:
             cls._instance = super().__new__(cls)
         return cls._instance
@@ -41,7 +41,7 @@ class Unset:
 
 
 UNSET: Final = Unset()
-"""A timeout that was not given: `RpcOptions.rpc_timeout` applies, within what the caller has left itself."""
+"""A timeout that was not given: `RpcOptions.rpc_timeout` applies, up to the deadline of the calling handler."""
 
 
 def _env(name: str) -> str | None:
@@ -78,7 +78,7 @@ def _env_flag(name: str) -> bool:
 
 
 def split_host_port(address: str) -> tuple[str, int]:
-    """Host and port of ``host:port``, or of ``[host]:port`` for IPv6. Raises `ConfigurationError`.
+    """Return host and port of ``host:port``, or of ``[host]:port`` for IPv6. Raises `ConfigurationError`.
 
     >>> split_host_port("[::1]:27720")
     ('::1', 27720)
@@ -125,7 +125,7 @@ def _env_tls() -> TLS | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RpcOptions:
-    """How a worker behaves. `replace` makes a changed copy; only `set_device_map` adds to the options themselves.
+    """The options of a worker. `replace` makes a changed copy; only `set_device_map` changes the object itself.
 
     >>> RpcOptions(rpc_timeout=5).rpc_timeout
     5
@@ -147,31 +147,33 @@ class RpcOptions:
 
     listen: tuple[str, ...] = field(default_factory=_env_listen)
     """Addresses to listen on, such as ``("unix://", "tcp://0.0.0.0:0")``. Empty: a unix socket; with a secret or TLS
-    also TCP, on loopback or, if the group's store is on another host, on the interface that leads there.
+    also TCP, on loopback or, if the group's store is on another host, on the interface that reaches it.
     ``ARPC_LISTEN``, separated by commas"""
 
     secret: bytes | None = field(default_factory=_env_secret, repr=False)
-    """The secret that all workers of the group know, and prove to each other when they connect. ``ARPC_SECRET`` or
+    """The secret of the group: workers prove to each other that they know it when they connect. ``ARPC_SECRET`` or
     ``ARPC_SECRET_FILE``"""
 
     tls: TLS | None = field(default_factory=_env_tls)
-    """Certificates, with which all TCP connections are encrypted and both their sides authenticated.
+    """Certificates: all TCP connections are encrypted, and both sides authenticated, with them.
     ``ARPC_TLS_CERT``, ``ARPC_TLS_KEY`` and ``ARPC_TLS_CA``"""
 
     insecure: bool = False
-    """Allow listening beyond this host with neither a secret nor TLS. Anybody who reaches the port can run code
-    here."""
+    """Allow listening beyond this host with neither a secret nor TLS. Any process that reaches the port can run code
+    on this worker."""
 
     allow: str | None = None
-    """``"exported"`` is allow-list mode: others may call what is marked with `arpc.export` and send data, tensors and
-    instances of classes that `arpc.register_type` knows, and nothing else; no code travels. For all workers alike."""
+    """``"exported"`` is allow-list mode: peers may call what is marked with `arpc.export` and send data, tensors and
+    instances of classes registered with `arpc.register_type`, and nothing else; no code is sent. Set it on all workers
+    alike."""
 
     roles: Mapping[str, Sequence[str]] = field(default_factory=dict, hash=False)
-    """Which workers may call what, in allow-list mode: patterns of their names, and for each the patterns of functions
-    (``"shop.orders.*"``) and messages (``"arpc:*"``, for RRefs and gradients). Empty: all may call all there is."""
+    """Permissions in allow-list mode: for each pattern of worker names, the patterns of functions
+    (``"shop.orders.*"``) and messages (``"arpc:*"``, for RRefs and gradients) that these workers may call. Empty: every
+    worker may call all of them."""
 
     max_connections: int = 16_384
-    """Connections that others may have to this worker at once."""
+    """Connections that peers may have to this worker at once."""
 
     max_strangers: int = 1024
     """Connections that may be in their handshake at once; beyond that, the oldest of them is closed."""
@@ -180,34 +182,34 @@ class RpcOptions:
     """Seconds within which a peer that has connected must complete the handshake."""
 
     connect_timeout: float = 10.0
-    """Seconds for one attempt to connect, with its handshake."""
+    """Seconds for one attempt to connect, handshake included."""
 
     heartbeat_interval: float = field(default_factory=lambda: _env_float("ARPC_HEARTBEAT", 2.0))
-    """Seconds of silence from a peer after which it is asked for a sign of life; 0 turns heartbeats off.
+    """Seconds of silence from a peer after which this worker sends it a ping; 0 turns heartbeats off.
     ``ARPC_HEARTBEAT``"""
 
     heartbeat_timeout: float = 10.0
-    """Seconds of silence after which a peer counts as lost."""
+    """Seconds of silence from a peer after which it counts as lost."""
 
     shutdown_timeout: float = 0.0
-    """Seconds a graceful shutdown waits for the group when ``shutdown(timeout=0)`` does not say; 0 means no limit."""
+    """Seconds that a graceful shutdown without a ``timeout`` waits for the group; 0 means no limit."""
 
     window_bytes: int = 64 * MIB
-    """Bytes of requests that may be unanswered at one peer; further ones wait here. One message always goes."""
+    """Bytes of requests to one peer that may await a reply; further ones wait on this worker. One is always sent."""
 
     max_handlers_per_peer: int = 16_384
-    """Requests of one peer that may run at once; further ones wait, still packed."""
+    """Requests of one peer that may run at once; further ones wait, not yet unpickled."""
 
     max_requests_waiting: int = 131_072
-    """Requests of one peer that may wait in this way; further ones are refused, and its calls raise
+    """Requests of one peer that may wait to run; further ones are refused, and these calls of the peer raise
     `OverloadedError`."""
 
     max_calls_in_flight: int = 0
-    """Calls to one peer that may be unanswered; further ones wait here, and cost the peer nothing when they are given
-    up. It bounds how long a call waits at a peer that has too much to do. 0: as many as `window_bytes` allow."""
+    """Calls to one peer that may await a reply; further ones wait on this worker, and cost the peer nothing if they are
+    given up. It bounds how long a call waits on an overloaded peer. 0: as many as `window_bytes` allow."""
 
     max_calls_waiting: int = 1_048_576
-    """Calls to one peer that may wait here to be sent; further ones raise `OverloadedError` at once."""
+    """Calls to one peer that may wait on this worker to be sent; further ones raise `OverloadedError` at once."""
 
     max_header_bytes: int = 32 * MIB
     """The largest header of a message that is accepted: the description of its tensors, and metadata of features."""
@@ -219,10 +221,10 @@ class RpcOptions:
     """The largest message with its tensors that is accepted."""
 
     inline_tensor_bytes: int = 8 * KIB
-    """Tensors up to this size travel inside the message; larger ones are sent from, and read into, their own memory."""
+    """Tensors up to this size are part of the message; larger ones are sent from, and read into, their own memory."""
 
     shared_memory_bytes: int = field(default_factory=lambda: _env_int("ARPC_SHARED_MEMORY_BYTES", 4 * GIB))
-    """How much memory this worker may share with others of its host to send them large tensors; 0 turns that off.
+    """Memory that this worker may share with other workers of its host to send them large tensors; 0 turns this off.
     ``ARPC_SHARED_MEMORY_BYTES``"""
 
     shared_memory_from_bytes: int = field(default_factory=lambda: _env_int("ARPC_SHARED_MEMORY_FROM_BYTES", 256 * KIB))
@@ -230,54 +232,56 @@ class RpcOptions:
     ``ARPC_SHARED_MEMORY_FROM_BYTES``"""
 
     device_maps: Mapping[str, Mapping[DeviceLike, DeviceLike]] = field(default_factory=dict, hash=False)
-    """For each other worker, by name, a map from devices of this worker to devices there; see `set_device_map`."""
+    """For each other worker, by name, a map from this worker's devices to that worker's; see `set_device_map`."""
 
     devices: Sequence[DeviceLike] = ()
-    """Devices besides the CPU that may be used here, in maps of this worker and of others. Empty: all there are."""
+    """Devices of this worker, besides the CPU, that device maps of this worker and its peers may name. Empty: all."""
 
     bulk_connections: int = 0
-    """Further TCP connections to a peer on another host, over which large tensors go side by side. 0: they share the
-    one connection with everything else. The option of the connecting side counts. Useful where a single connection does
-    not fill the network link, because of latency or because one CPU is the limit."""
+    """Additional TCP connections to a peer on another host, over which large tensors are sent in parallel. 0: they
+    share the one connection with all other messages. The option of the connecting side applies. Useful where a single
+    connection does not fill the network link, because of latency or because one CPU is the limit."""
 
     control_retries: int = 5
-    """How often a lost control message is sent again, from `control_backoff` seconds on, times 1.5 each."""
+    """How often a lost control message is retried. The first delay is `control_backoff`, each further one 1.5 times
+    longer."""
 
     control_backoff: float = 1.0
 
     rref_grace: float = 5.0
-    """Seconds within which a worker that was cut off can come back, before the RRefs that it holds are released and its
-    own values count as lost. A worker that is known to be dead is not waited for."""
+    """Seconds within which a disconnected worker can reconnect, before the RRefs that it holds are released and its own
+    values count as lost. There is no grace for a worker that is known to be dead."""
 
     rref_creation_stacks: bool = False
-    """Remember where each RRef was made, for `Worker.rrefs` and the report of leaks. Costs some microseconds each."""
+    """Record where each RRef was created, for `Worker.rrefs` and the report of leaks. Costs some microseconds each."""
 
     metrics: bool = field(default_factory=lambda: _env_flag("ARPC_METRICS"))
-    """Count calls from the start. Without it a worker counts while somebody looks: a dashboard, a scrape, `arpc top`.
+    """Collect metrics from the start. Otherwise a worker collects them only while a dashboard, a scraper or `arpc top`
+    reads them.
     ``ARPC_METRICS``"""
 
     http: str = field(default_factory=lambda: _env("ARPC_HTTP") or "")
-    """Where this worker serves the dashboard, ``/metrics`` and the API of the whole group, such as
-    ``"127.0.0.1:27720"``; port 0 lets the system choose, see `Worker.http_address`. Beyond loopback it takes a secret.
-    Empty: nowhere. ``ARPC_HTTP``"""
+    """The address at which this worker serves the dashboard, ``/metrics`` and the API of the whole group, such as
+    ``"127.0.0.1:27720"``; port 0 lets the system choose, see `Worker.http_address`. Beyond loopback a secret is
+    required. Empty: not served. ``ARPC_HTTP``"""
 
     busy_poll: float = field(default_factory=lambda: _env_float("ARPC_BUSY_POLL", 0.0004))
-    """Seconds for which the loop stays awake once something has come, since the next message is likely to follow: to
-    wake up a CPU takes longer than to answer. It gives way to other programs, stops while threads are busy, and becomes
-    rare where polling finds nothing. 0: the loop sleeps at once, which is slower and uses less CPU.
+    """Seconds for which the loop busy-polls after a message has arrived, since the next one is likely to follow: waking
+    up a CPU takes longer than replying. Polling gives way to other programs, stops while worker threads are busy, and
+    becomes rare where it finds nothing. 0: the loop sleeps at once, which is slower and uses less CPU.
     ``ARPC_BUSY_POLL``"""
 
     switch_interval: float | None = None
     """`sys.setswitchinterval` for this process: how long a thread busy in Python may keep the loop waiting."""
 
     gc_freeze: bool = True
-    """Call `gc.freeze` before the first worker of the process is built, so that collections skip what torch loaded (45
-    ms each otherwise). Reference cycles that existed before are freed only after the shutdown."""
+    """Call `gc.freeze` before the first worker of the process is built, so that collections skip the objects that torch
+    loaded (45 ms each otherwise). Reference cycles that existed before are freed only after the shutdown."""
 
     gc_backoff: int = 16
-    """Let Python's garbage collections be up to so many times rarer than `gc.set_threshold` says, as long as they find
-    nothing: thousands of calls in flight are many objects and no garbage. The first that finds some brings the usual
-    pace back, and so does the worker's shutdown. 1: leave it alone."""
+    """How many times rarer than `gc.set_threshold` sets them Python's garbage collections may become, as long as they
+    find nothing: thousands of calls in flight are many objects and no garbage. The first collection that finds garbage
+    restores the usual threshold, and so does the worker's shutdown. 1: no change."""
 
     def __post_init__(self) -> None:
         for name in (
@@ -339,7 +343,7 @@ class RpcOptions:
         if self.tls is not None and not isinstance(self.tls, TLS):
             raise ConfigurationError(f"tls must be an arpc.TLS, not {type(self.tls).__name__}")
 
-        # what users give is theirs: it may change, and have other names for the same devices
+        # copy the user's objects: they may change later, and may name the same device in different ways
         maps = {to: checked_device_map(to, mapping) for to, mapping in self.device_maps.items()}
         object.__setattr__(self, "device_maps", maps)
         object.__setattr__(self, "devices", checked_devices(self.devices))
@@ -377,8 +381,8 @@ class RpcOptions:
     def set_device_map(self, to: str, device_map: Mapping[DeviceLike, DeviceLike]) -> Self:
         """Map devices of this worker to devices of worker ``to``. Adds to the map that was set before.
 
-        Arguments are placed by the map, and results by the map turned around, so it must be one to one. Has no effect
-        on a worker that was started already. Returns the options, so that calls can be chained.
+        The map places arguments, and its inverse places results, so it must be one to one, else `ConfigurationError` is
+        raised. Has no effect on a worker that was started already. Returns the options, so that calls can be chained.
 
         >>> options = RpcOptions().set_device_map("trainer", {"cuda:0": "cuda:1"})
         >>> {str(here): str(there) for here, there in options.device_maps["trainer"].items()}
@@ -389,7 +393,7 @@ class RpcOptions:
         return self
 
     def replace(self, **changes: object) -> Self:
-        """A copy with some options changed."""
+        """Return a copy with some options changed. Raises `ConfigurationError` for an unknown name or a bad value."""
         values: dict[str, object] = {item.name: getattr(self, item.name) for item in fields(self)}
         unknown = changes.keys() - values.keys()
         if unknown:
@@ -397,5 +401,5 @@ class RpcOptions:
         return type(self)(**(values | changes))  # type: ignore[arg-type]
 
     def describe(self) -> Mapping[str, object]:
-        """Every option and its value, without the secret."""
+        """Return every option and its value, except the secret."""
         return {item.name: getattr(self, item.name) for item in fields(self) if item.name != "secret"}

@@ -1,4 +1,4 @@
-"""Running a program: the fast loop, with torch's state kept apart per task, and an end in good order."""
+"""Running a program: on a fast loop, with separate torch state for each task and an orderly end."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ T = TypeVar("T")
 
 
 def new_event_loop() -> asyncio.AbstractEventLoop:
-    """Uvloop's if it is installed, else asyncio's own.
+    """Return uvloop's event loop if it is installed, else asyncio's own.
 
-    Tasks on it keep torch's grad mode and the like to themselves.
+    Each task on it has its own grad mode and similar torch state.
     """
     try:
         import uvloop
@@ -38,10 +38,11 @@ def _new_rooted_loop() -> asyncio.AbstractEventLoop:
 
 
 def run(main: Coroutine[Any, Any, T] | Callable[[], Coroutine[Any, Any, T]], *, debug: bool | None = None) -> T:
-    """Run a coroutine, or a function that makes one, to its end. Like `asyncio.run`, on `new_event_loop`.
+    """Run a coroutine, or a function that makes one, to its end. Like `asyncio.run`, on a loop of `new_event_loop`.
 
-    SIGTERM cancels it, as SIGINT does: workers leave their group instead of being lost. A second one ends the process.
-    A coroutine that ends of that, or because the rest of its group left at the same time, does so without a traceback.
+    SIGTERM cancels it, as SIGINT does: workers leave their group instead of being lost. A second SIGTERM ends the
+    process. If the coroutine then ends because of the signal, or because the rest of its group left at the same time,
+    no traceback is printed.
 
     >>> async def main():
     ...     return 42
@@ -53,7 +54,7 @@ def run(main: Coroutine[Any, Any, T] | Callable[[], Coroutine[Any, Any, T]], *, 
     if not asyncio.iscoroutine(coroutine):
         raise TypeError(f"run takes an async function or a coroutine, and {main!r} is neither")
     termination = _Termination()
-    # The coroutine keeps the state that surrounds this call; what else comes to run on the loop starts from none
+    # The coroutine inherits the torch state around this call; everything else on the loop starts from the defaults
     rooted = torchstate.Rooted(
         termination.cancelling(coroutine) if termination.can_be_heard_of() else coroutine, torchstate.capture()
     )
@@ -62,12 +63,12 @@ def run(main: Coroutine[Any, Any, T] | Callable[[], Coroutine[Any, Any, T]], *, 
             return runner.run(rooted)
     except BaseException as error:
         if termination.came and _is_departure(error):
-            signal.raise_signal(signal.SIGTERM)  # whoever waits for this process shall see what ended it
+            signal.raise_signal(signal.SIGTERM)  # so that the parent process sees which signal ended this one
         raise
 
 
 def _refuse_to_nest() -> None:
-    """A loop that runs inside another would be told so as well, but by nobody who says what to do instead."""
+    """Raise RuntimeError inside a running loop: asyncio would raise it too, but without saying what to do instead."""
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -76,21 +77,21 @@ def _refuse_to_nest() -> None:
 
 
 def _is_departure(error: BaseException) -> bool:
-    """Whether an exception is what becomes of a worker that is told to go, or of its calls when all are."""
+    """Return whether an exception only shows that this worker was terminated, or the workers that it called."""
     if isinstance(error, BaseExceptionGroup):
         return all(map(_is_departure, error.exceptions))
     return isinstance(error, asyncio.CancelledError | WorkerLostError | ShutdownError)
 
 
 class _Termination:
-    """SIGTERM, made to cancel a coroutine."""
+    """Cancels a coroutine on SIGTERM."""
 
     def __init__(self) -> None:
         self.came = False
 
     @staticmethod
     def can_be_heard_of() -> bool:
-        """Whether signals come here, and the program has no plans of its own with this one."""
+        """Return whether this thread receives signals, and the program has no handler of its own for SIGTERM."""
         is_main_thread = threading.current_thread() is threading.main_thread()
         return is_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
@@ -107,7 +108,7 @@ class _Termination:
         try:
             loop.add_signal_handler(signal.SIGTERM, terminate)
         except NotImplementedError:
-            return await coroutine  # Windows knows no such signal
+            return await coroutine  # a loop without signal handlers, as on Windows
         try:
             return await coroutine
         finally:

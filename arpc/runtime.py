@@ -1,4 +1,4 @@
-"""One worker, built out of its parts. `current` is the only ambient access: one process can hold many workers."""
+"""One worker, composed of its parts. Only `current` depends on the context: one process can have many workers."""
 
 from __future__ import annotations
 
@@ -64,20 +64,20 @@ logger = get_logger("arpc.runtime")
 R = TypeVar("R")
 
 _RELEASE_S: Final = 10.0
-"""How long a graceful shutdown waits for owners to hear that their RRefs are released."""
+"""How long a graceful shutdown waits for owners to acknowledge that their RRefs are released."""
 _LEAVE_S: Final = 5.0
 _WARM_BYTES: Final = 256 << 20
-"""Memory for large tensors that is kept for the next one when nobody uses it."""
+"""Unused memory that is kept for the next large tensors."""
 _encode = msgspec.msgpack.Encoder().encode
 
 T = TypeVar("T")
 
 
 def current() -> Worker:
-    """The worker of this context: the one whose handler runs, or that `init_rpc` made. Raises `NotInitializedError`.
+    """Return the worker of this context: the one whose handler runs, or that `init_rpc` made.
 
-    A context that has none takes the only worker of its loop, if there is just one: cells of a notebook do not share
-    their context.
+    In a context without one it is the only worker of the running loop, if there is exactly one: cells of a notebook do
+    not share their context. Raises `NotInitializedError` if there is none.
     """
     scope = find_scope()
     if scope is None or scope.worker is None:
@@ -108,24 +108,24 @@ class Worker:
         self.profiler: ProfilerService
         self.metrics: MetricsService
         self.http: HttpServing | None = None
-        """Serves the dashboard, if this worker does."""
+        """The server of the dashboard; None if this worker does not serve it."""
         self.attach_file: AttachFile | None = None
-        """By which tools of this host find it."""
+        """The file by which tools on this host find this worker; None if there is none."""
         self.leaked_rrefs: tuple[RRefRow, ...] = ()
-        """After a graceful shutdown: values of this worker that others still held when all had let go."""
+        """After a graceful shutdown: values of this worker that peers still held after all had released their RRefs."""
         self.surviving_rrefs: tuple[RRefRow, ...] = ()
-        """After a graceful shutdown: values of this worker that others still held when nothing was under way."""
+        """After a graceful shutdown: values of this worker that peers still held when no more calls were in flight."""
         self.arena: Arena | None = None
-        """Memory that others of this host can see; None if there is none."""
+        """The memory that other processes of this host can see; None if there is none."""
         self.receive_memory: BufferPool | None = None
         self.connection_limits: ConnectionLimits | None = None
         self.busy_poll: BusyPoll | None = None
         self._kept: dict[type, Any] = {}
         self._shutdown: asyncio.Task[None] | None = None
         self._lost: WorkerLostError | None = None
-        """Who did not answer while the group was waited for."""
+        """The loss of a worker that a graceful shutdown was waiting for."""
         self._hurry = asyncio.Event()
-        """Set when somebody does not want to wait for the group any longer."""
+        """Set to make a graceful shutdown stop waiting for the group."""
 
     def __repr__(self) -> str:
         return f"<arpc.Worker {self.info.name} id={self.info.id}>"
@@ -140,7 +140,7 @@ class Worker:
 
     @property
     def http_address(self) -> str | None:
-        """Where this worker serves the dashboard, such as ``http://127.0.0.1:27720``; None if it does not."""
+        """The URL of the dashboard that this worker serves, such as ``http://127.0.0.1:27720``; None without one."""
         return None if self.http is None else self.http.url
 
     # -- calls
@@ -180,7 +180,7 @@ class Worker:
         kwargs: Mapping[str, Any] | None = None,
         timeout: float | Unset = UNSET,
     ) -> Future[Any]:
-        """Start a call now and return its `Future`."""
+        """Start a call now and return its `Future`, see `arpc.rpc_async`."""
         return self.agent.call(to, func, args, kwargs, timeout, depth=3)
 
     @overload
@@ -218,7 +218,7 @@ class Worker:
         kwargs: Mapping[str, Any] | None = None,
         timeout: float | Unset = UNSET,
     ) -> Coroutine[Any, Any, Any]:
-        """``await`` it: makes a call and returns its result."""
+        """Make a call and return its result; ``await`` it. See `arpc.rpc_sync`."""
         return self.agent.call_and_wait(to, func, args, kwargs, timeout)
 
     @overload
@@ -250,7 +250,7 @@ class Worker:
         timeout: float | Unset = UNSET,
         window: int = 16,
     ) -> Stream[Any]:
-        """Call a generator and iterate over its items with ``async for``."""
+        """Call a generator and iterate over its items with ``async for``, see `arpc.stream`."""
         return self.agent.stream(to, func, args, kwargs, timeout, window)
 
     @overload
@@ -288,32 +288,32 @@ class Worker:
         kwargs: Mapping[str, Any] | None = None,
         timeout: float | Unset = UNSET,
     ) -> RRef[Any]:
-        """Run a function elsewhere and return an `RRef` to its result at once."""
+        """Run a function on another worker and return an `RRef` to its result at once, see `arpc.remote`."""
         return create_remote(self.rref_context, to, func, args, kwargs, timeout)
 
     def on(self, to: str | int | WorkerInfo, *, timeout: float | Unset = UNSET, window: int = 16) -> Callee:
-        """Another worker, for calls whose arguments a type checker can check: see `arpc.on`."""
+        """Return a `Callee` for a worker: a type checker can check the arguments of its calls, see `arpc.on`."""
         return Callee(self.agent, self.rref_context, to, timeout, window)
 
     def rrefs(self) -> list[RRefRow]:
-        """Every RRef that this worker owns and others know, or that it uses."""
+        """Return every RRef that this worker owns and other workers know, or that it uses."""
         return rref_rows(self.rref_context)
 
     def get_worker_info(self, name: str | int | WorkerInfo | None = None) -> WorkerInfo:
-        """Name and id of a worker of the group; of this one if no name is given. Raises `UnknownWorkerError`."""
+        """Return the name and id of a worker of the group, by default of this one. Raises `UnknownWorkerError`."""
         return self.info if name is None else self.agent.known_peer(name).info
 
     def get_worker_infos(self) -> list[WorkerInfo]:
-        """All workers of the group that this one knows, itself among them, in the order of their ids.
+        """Return all workers of the group that this one knows, itself included, in the order of their ids.
 
-        In an elastic group, workers that have left are not among them.
+        In an elastic group, workers that have left are not included.
         """
         is_elastic = self.agent.is_elastic
         there = (peer.info for peer in self.agent.peers if not is_elastic or peer.state is not PeerState.GONE)
         return sorted(there, key=lambda info: info.id)
 
     def membership(self) -> MemberStream:
-        """What happens to the other workers of the group, as it happens.
+        """Return a stream of events: other workers of the group join, leave, are suspected, are lost or return.
 
         ::
 
@@ -324,9 +324,10 @@ class Worker:
                     case arpc.MemberReturned(worker=back, is_new=True):
                         print(f"{back.name} was started again")
 
-        It begins with a `MemberJoined` for each worker that is there, and ends when this worker is shut down. The loop
-        may be left or cancelled, and the stream dropped, at any time. A slow reader may miss events that a newer one of
-        the same worker has followed. While the stream is open, this worker keeps a connection to every other.
+        It begins with a `MemberJoined` for each worker that is present, and ends when this worker is shut down. The
+        loop may be left or cancelled, and the stream dropped, at any time. A slow reader may miss an event that a newer
+        one of the same worker has followed. While the stream is open, this worker keeps a connection to every other
+        worker.
         """
         if not self.is_shut_down:
             self.agent.check_loop()
@@ -335,8 +336,8 @@ class Worker:
     def on_peer_lost(self, callback: Callable[[MemberLost], object]) -> Callable[[], None]:
         """Call a function, or an ``async def``, for each worker that is lost: see `MemberLost`, and `membership`.
 
-        It runs on the worker's loop, as this worker; an exception is logged. It is not called for a worker that left.
-        Call the returned function to remove it::
+        The callback runs on this worker's loop and in its context; an exception is logged. It is not called for a
+        worker that left. Call the returned function to remove it::
 
             stop = worker.on_peer_lost(lambda event: alarm.set())
         """
@@ -345,10 +346,10 @@ class Worker:
         return self.lookout.on_lost(callback)
 
     def keep(self, kind: type[T]) -> T:
-        """The one object of a class that belongs to this worker, made when it is first asked for.
+        """Return the one object of a class that belongs to this worker, created at the first call.
 
-        Libraries that build on workers keep their state in it: a module-level variable would be shared by all workers
-        of a process.
+        Libraries that build on workers keep their state in such an object: a module-level variable would be shared by
+        all workers of a process.
         """
         kept: T | None = self._kept.get(kind)
         if kept is None:
@@ -356,7 +357,7 @@ class Worker:
         return kept
 
     def statistics(self) -> dict[str, Any]:
-        """Counters of everything this worker keeps."""
+        """Return the counters of all parts of this worker."""
         return {
             "worker": self.info.name,
             **self.agent.statistics(),
@@ -375,15 +376,15 @@ class Worker:
     # -- memory
 
     def shared(self, tensor: Tensor) -> Tensor:
-        """A copy of a tensor that is sent without another copy, see `arpc.shared`."""
+        """Return a copy of a tensor that is sent without further copies, see `arpc.shared`."""
         return shared(self.arena, tensor)
 
     def empty_shared(self, *size: int, dtype: torch.dtype | None = None) -> Tensor:
-        """An uninitialized tensor that is sent without a copy, see `arpc.empty_shared`."""
+        """Return an uninitialized tensor that is sent without a copy, see `arpc.empty_shared`."""
         return empty_shared(self.arena, size, dtype)
 
     def open_transports(self) -> dict[str, Transport]:
-        """The ways to other processes, with the memory that they use."""
+        """Create the transports to other processes, by scheme, and the memory that they use."""
         self.arena = open_arena(self.options)
         memory = self.receive_memory = BufferPool(_WARM_BYTES)
         options = self.options
@@ -418,9 +419,9 @@ class Worker:
         """Leave the group. Graceful: once no worker has work left, or ``timeout`` seconds have passed.
 
         Without a timeout, `RpcOptions.shutdown_timeout` applies. Until then this worker keeps serving. In an elastic
-        group, where others stay, it refuses new calls (`ShutdownError`), except calls that its own unfinished work
-        causes. If the shutdown cannot be graceful, because the time is up, a worker was lost or the caller was
-        cancelled, the worker is shut down all the same, and the error is raised then. A second call waits for the
+        group, where other workers stay, it refuses new calls (`ShutdownError`), except calls that its own unfinished
+        work causes. If the shutdown cannot be graceful, because the timeout passed, a worker was lost or the caller was
+        cancelled, the worker is shut down all the same, and the error is raised afterwards. A second call waits for the
         first. A second call that is not graceful makes the first stop waiting for the group.
         """
         scope = current_scope.get()
@@ -441,7 +442,7 @@ class Worker:
             if not shutdown.done():
                 await asyncio.wait([shutdown])
         except asyncio.CancelledError:
-            # whoever waits is cancelled, and does not want to wait for the group any longer
+            # a caller that is cancelled does not wait for the group any longer
             self._hurry.set()
             await asyncio.wait([shutdown])
             shutdown.exception()
@@ -458,7 +459,7 @@ class Worker:
             await self._close_in_any_case(graceful=graceful and not self._hurry.is_set())
 
     async def _close_in_any_case(self, *, graceful: bool) -> None:
-        """Close what is open. Being cancelled meanwhile is put off: it takes a moment only."""
+        """Close all parts of the worker. A cancellation is deferred until that is done: it takes only a moment."""
         closing = asyncio.ensure_future(self._close(graceful=graceful))
         cancelled: asyncio.CancelledError | None = None
         while not closing.done():
@@ -485,7 +486,7 @@ class Worker:
         self.profiler.close()
         await self.close_transports()
         with suppress(RendezvousError, OSError):
-            # the host of the store waits a moment for the others, unless nobody is to be waited for
+            # the host of the store waits a moment for the other workers, in a graceful shutdown
             await self.rendezvous.leave(grace_s=_LEAVE_S if graceful else 0)
         BACKOFF.end(self.options.gc_backoff, self.agent.loop)
         if self.options.gc_freeze:
@@ -493,10 +494,10 @@ class Worker:
         await self.rendezvous.aclose()
 
     async def _quiesce(self, timeout_s: float | None) -> None:
-        """Return when nothing is under way in the whole group.
+        """Return when no work is in progress in the whole group.
 
-        Each round everyone waits until it has nothing to do itself, and then tells how many calls it ever made and
-        handled. Two rounds with the same numbers mean that nothing happened between them, so nothing can happen any
+        In each round, every worker waits until it has no work itself, and then shares how many calls it has ever made
+        and handled. Two rounds with the same numbers mean that no call happened between them, so none can happen any
         more.
         """
         agreement = asyncio.ensure_future(self._agree(timeout_s))
@@ -508,7 +509,7 @@ class Worker:
                 task.cancel()
             await asyncio.wait([agreement, *others])
         if self._lost is not None and (agreement not in done or agreement.exception() is not None):
-            raise self._lost  # and not what the group heard of it from this very worker
+            raise self._lost  # not the error that this worker itself has sent to the group
         for task in [agreement] if agreement in done else done:
             task.result()
 
@@ -518,7 +519,7 @@ class Worker:
         before: dict[int, bytes] | None = None
         number = 0
         if self.rendezvous.is_elastic:
-            # others stay, and may go on calling this worker for ever
+            # other workers stay, and could go on calling this worker forever
             self.agent.stop_taking_calls()
         while True:
             left = None if deadline is None else max(0.0, deadline - loop.time())
@@ -527,11 +528,11 @@ class Worker:
                     f"worker {self.info.name!r} was shut down with calls under way "
                     f"that did not end within {timeout_s} s"
                 )
-            # before anyone lets go: the last to hear that all agree would find nothing
+            # before any worker releases its RRefs: the last worker to leave `gather` would find none
             survivors = find_survivors(self.rref_context)
             if self.rendezvous.is_elastic:
                 break  # there is no fixed set of workers to wait for
-            asked, answered = self.metrics.traffic  # those who look may go on looking
+            asked, answered = self.metrics.traffic  # monitoring may continue
             counts = _encode((self.agent.calls_made - asked, self.agent.dispatcher.calls_handled - answered))
             left = 0.0 if deadline is None else max(0.001, deadline - loop.time())
             now = await self.rendezvous.gather(f"shutdown/{number}", counts, timeout_s=left)
@@ -544,13 +545,13 @@ class Worker:
         await self._release_rrefs(deadline)
 
     async def _release_rrefs(self, deadline: float | None) -> None:
-        """Let go of every RRef, and report those of this worker that others do not let go of."""
+        """Release every RRef, and report the values of this worker that peers do not release."""
         context = self.rref_context
         loop = asyncio.get_running_loop()
         left = _RELEASE_S if deadline is None else min(_RELEASE_S, max(0.0, deadline - loop.time()))
         await context.release_all(left)
         if not self.rendezvous.is_elastic:
-            # the others may still be telling this worker
+            # releases by other workers may still be on their way
             left = 0.0 if deadline is None else max(0.001, deadline - loop.time())
             await self.rendezvous.gather("shutdown/rrefs", b"", timeout_s=left)
             self.leaked_rrefs = report_leaks(context)
@@ -560,7 +561,7 @@ class Worker:
         raise ShutdownError(f"worker {self.info.name!r} was shut down without the group: waiting for it was cancelled")
 
     async def _fail_if_peer_is_lost(self) -> None:
-        """Waiting for a worker that has died would never end: fail this shutdown, and so everyone's."""
+        """Fail this shutdown, and so that of the whole group, if a worker that it waits for has died."""
         patience_s = max(self.options.heartbeat_timeout, 1.0)
         while True:
             await asyncio.sleep(patience_s / 4)
@@ -572,7 +573,7 @@ class Worker:
                     raise self._lost
 
     async def _answers(self, record: WorkerRecord, patience_s: float) -> bool:
-        """Whether a worker shows a sign of life within a time."""
+        """Return whether a worker is connected, or answers a probe, within ``patience_s``."""
         loop = asyncio.get_running_loop()
         end = loop.time() + patience_s
         while True:

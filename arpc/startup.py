@@ -1,4 +1,4 @@
-"""The start of a worker: one is built out of all parts, and joins its group."""
+"""The start of a worker: it is composed of its parts, and joins its group."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ _LEAVE_S: Final = 5.0
 
 
 def _freezing(start: Callable[P, Coroutine[Any, Any, Worker]]) -> Callable[P, Coroutine[Any, Any, Worker]]:
-    """Freeze what is there before a worker is built, if its ``options`` say so. Undone if the start fails."""
+    """Freeze all existing objects before a worker is built, if its ``options`` say so; undo it if the start fails."""
 
     @wraps(start)
     async def freeze_and_start(*args: P.args, **kwargs: P.kwargs) -> Worker:
@@ -98,10 +98,10 @@ async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out 
     backends: Mapping[str, DeviceBackend] | None = None,
     skin: Skin | None = None,
 ) -> Worker:
-    """Build a worker, join the group and make it current. What was started is undone if any of it fails.
+    """Build a worker, join the group and make it current. If a step fails, the steps before it are undone.
 
-    ``backends`` are the devices besides the CPU, by type; those that torch finds if not given. ``skin`` is another
-    class in which the worker's code sees RRefs.
+    ``backends`` are the devices besides the CPU, by type; by default those that torch finds. ``skin`` is another class
+    in which the worker's code sees RRefs.
     """
     scope = current_scope.get()
     if scope is not None and scope.worker is not None and not scope.worker.is_shut_down:
@@ -224,7 +224,7 @@ def _tune_process(options: RpcOptions, loop: asyncio.AbstractEventLoop) -> None:
 async def _listen(
     agent: Agent, options: RpcOptions, host: str, store_host: str | None, *, is_in_process: bool
 ) -> tuple[str, ...]:
-    """Open the doors; returns what others call them."""
+    """Open the listeners, and return the addresses at which peers reach them."""
     addresses = options.listen or (("memory://",) if is_in_process else await default_addresses(options, store_host))
     check_guarded(addresses, options)
     taken = await agent.connector.listen(addresses, host)
@@ -232,20 +232,20 @@ async def _listen(
 
 
 def _serve_http(options: RpcOptions, metrics: MetricsService) -> asyncio.Task[HttpServing | None]:
-    # what serves a request may make calls, which belong to this worker: so its task has this worker's context
+    # the server makes calls for its requests, which belong to this worker: so its task has this worker's context
     from arpc.http.server import serve  # slow: aiohttp takes longer to import than most workers take to start
 
     return asyncio.get_running_loop().create_task(serve(options, metrics))
 
 
 async def _record_trace(worker: Worker, seconds: float, form: str) -> bytes:
-    """What the group does for some time, for those who look from outside."""
+    """Record the group for some seconds; return the trace as a page of HTML or as JSON, for tools and the dashboard."""
     trace = await record_group(worker, seconds)
     return trace.as_html().encode() if form == "html" else msgspec.json.encode(trace.as_chrome_trace())
 
 
 def _meeting_place(init_method: str, *, is_given: bool) -> str:
-    """Where a group meets, in words that are the same for all of its workers on a host."""
+    """Return a text for the meeting place of a group, the same for all of its workers on a host."""
     if is_given:
         return f"of process {os.getpid()}"
     if init_method == "env://":
@@ -263,15 +263,15 @@ async def _meet_members(rendezvous: Rendezvous, record: WorkerRecord, agent: Age
 
 
 async def _withdraw(rendezvous: Rendezvous, error: BaseException) -> None:
-    # of a mistake in what was configured all of the group hear: the host of the store waits until they have
+    # every worker of the group detects a mistake in the configuration: the host of the store waits until all have
     grace_s = _LEAVE_S if isinstance(error, ConfigurationError) else 0
     with suppress(RendezvousError):
-        await rendezvous.leave(grace_s=grace_s)  # if it has joined: what it did next may have failed, or been cancelled
+        await rendezvous.leave(grace_s=grace_s)  # no effect unless it had joined before the failure
     await rendezvous.aclose()
 
 
 async def _resolve(rendezvous: Rendezvous, name: str, placement: Placement, to: str | int) -> WorkerRecord:
-    """Find a worker that may have come after this one, so that nobody has checked the device map for it."""
+    """Find a worker. In an elastic group it may have joined after this one, so check the device maps for it now."""
     record = await rendezvous.resolve(to)
     if rendezvous.is_elastic:
         check_device_maps({name: placement.claims, record.name: record.devices}, is_complete=False)

@@ -1,7 +1,7 @@
-"""Certificates of a worker: where they are, that they are read again when they change, and whose name they bear.
+"""Certificates of a worker: their files, which are read again when they change, and the worker names in them.
 
-A certificate of a worker says its name as a URI, ``arpc:NAME``, or as a DNS name that equals it. In a URI ``*`` stands
-for anything, so that ``arpc:trainer*`` is a certificate for all trainers. Hosts do not matter: a worker may move.
+A certificate has the name of its worker as a URI, ``arpc:NAME``, or as a DNS name that equals it. In a URI ``*``
+matches any text, so that ``arpc:trainer*`` is a certificate for all trainers. Hosts do not matter: a worker may move.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _LITERAL: Final = re.compile(r"[?[]")
 
 
 def name_uri(name: str) -> str:
-    """What a certificate says of a worker of that name, or of all whose names match it.
+    """Return the URI in the certificate of a worker, or of all workers whose names match a pattern.
 
     >>> name_uri("trainer:0")
     'arpc:trainer%3A0'
@@ -40,7 +40,7 @@ class CertifiedNames:
     """The names of workers that a certificate is for."""
 
     def __init__(self, certificate: Mapping[str, Any] | None) -> None:
-        """``certificate`` is what `ssl.SSLObject.getpeercert` returns."""
+        """``certificate`` is the result of `ssl.SSLObject.getpeercert`."""
         said = (certificate or {}).get("subjectAltName", ())
         self._exact = frozenset(value for kind, value in said if kind == "DNS")
         self._patterns = tuple(
@@ -50,7 +50,7 @@ class CertifiedNames:
     def __contains__(self, name: object) -> bool:
         if not isinstance(name, str):
             return False
-        # of what else means something to fnmatch nothing does here
+        # only `*` is a wildcard here: the other special characters of fnmatch are literal
         return name in self._exact or any(fnmatchcase(name, _LITERAL.sub(r"[\g<0>]", one)) for one in self._patterns)
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ class _Contexts(NamedTuple):
 
 
 class _Cache:
-    """The contexts that were made last."""
+    """The contexts that were made last, and the last complaint that was logged."""
 
     def __init__(self) -> None:
         self.contexts: _Contexts | None = None
@@ -75,12 +75,12 @@ class _Cache:
 class TLS:
     """Mutual TLS between workers of different hosts: both sides show a certificate, and both are checked.
 
-    Either from files, which are looked at for every new connection and read again when they have changed, so that
-    certificates can be renewed while workers run; connections that exist stay as they are:
+    Either from files, which are checked at every new connection and read again when they have changed, so that
+    certificates can be renewed while workers run; existing connections are not affected:
 
     >>> tls = TLS(cert="trainer0.pem", key="trainer0.key", ca="ca.pem")
 
-    Or with contexts of your own, one for each side, both of which must demand a certificate:
+    Or from your own SSL contexts, one for each side, both of which must require a certificate:
 
     >>> import ssl
     >>> server, client = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
@@ -90,10 +90,10 @@ class TLS:
     """
 
     cert: str | os.PathLike[str] | None = None
-    """The worker's certificate, with those between it and the CA, in PEM."""
+    """The file of the worker's certificate and of the certificates between it and the CA, in PEM."""
     key: str | os.PathLike[str] | None = None
     ca: str | os.PathLike[str] | None = None
-    """Who must have signed the certificates of others."""
+    """The file of the certificate authorities that must have signed the certificates of peers."""
     server: ssl.SSLContext | None = None
     client: ssl.SSLContext | None = None
     _cache: _Cache = field(default_factory=_Cache, init=False, repr=False)
@@ -123,16 +123,16 @@ class TLS:
 
     @property
     def server_context(self) -> ssl.SSLContext:
-        """For the side that was connected to. Raises `ConfigurationError` if the files are no good from the start."""
+        """The TLS context of the side that accepts. Raises `ConfigurationError` if the files were never usable."""
         return self.server if self.server is not None else self._current().server
 
     @property
     def client_context(self) -> ssl.SSLContext:
-        """The TLS context of the side that connects."""
+        """The TLS context of the side that connects. Raises `ConfigurationError` if the files were never usable."""
         return self.client if self.client is not None else self._current().client
 
     def _current(self) -> _Contexts:
-        """Contexts of what the files say now; of what they said before if that makes no sense yet."""
+        """Return contexts made from the files as they are now; the last contexts if the files are not usable now."""
         cache = self._cache
         before = cache.contexts
         try:
@@ -144,7 +144,7 @@ class TLS:
             complaint = f"the TLS files cannot be used (cert={self.cert}, key={self.key}, ca={self.ca}): {error}"
             if before is None:
                 raise ConfigurationError(complaint) from error
-            # they are replaced one after the other, and between the two do not fit: the next connection looks again
+            # files are replaced one by one, and do not match in between: the next connection reads them again
             if complaint != cache.complaint:
                 logger.warning("%s; new connections still use the ones before", complaint)
             cache.complaint = complaint
@@ -160,11 +160,11 @@ class TLS:
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False
         context.verify_mode = ssl.CERT_REQUIRED
-        # a password would be asked for on the terminal, with the loop standing still
+        # without `password`, OpenSSL would ask for one on the terminal, and block the loop
         context.load_cert_chain(self.cert, self.key, password=_no_password)
         context.load_verify_locations(self.ca)
         if side == ssl.PROTOCOL_TLS_SERVER:
-            context.num_tickets = 0  # nothing is resumed: each connection shows its certificate
+            context.num_tickets = 0  # no session is resumed: each connection shows its certificate
         return context
 
 

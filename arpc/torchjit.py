@@ -1,8 +1,8 @@
-"""TorchScript, as far as this torch has it: what arpc takes from ``torch.jit``, and from nowhere else.
+"""TorchScript, as far as this version of torch has it: arpc's access to ``torch.jit``.
 
-torch has deprecated TorchScript, warns wherever something is compiled with it since 2.15, and will remove it. Without
-it, the classes here are stand-ins that nothing is an instance of, no function is found to be a builtin, and the rest
-raises `UnsupportedError`. Nothing but TorchScript's own functions and modules depends on it.
+torch has deprecated TorchScript, warns at every compilation since 2.15, and will remove it. Without it, the classes
+here are placeholders without instances, `find_builtin` finds nothing, and functions that need TorchScript raise
+`UnsupportedError`. Only TorchScript's own functions and modules depend on it.
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ else:
         IS_AVAILABLE = False
 
         class ScriptException(RuntimeError):  # noqa: N818 - torch calls it Error
-            """Is never raised."""
+            """A placeholder that is never raised."""
 
         class ScriptFunction:
-            """Has no instances."""
+            """A placeholder without instances."""
 
         class ScriptMethod:
-            """Has no instances."""
+            """A placeholder without instances."""
 
         class ScriptModule:
-            """Has no instances."""
+            """A placeholder without instances."""
 
     else:
         IS_AVAILABLE = True
@@ -89,7 +89,7 @@ find_builtin: Callable[[Any], str | None] = _find_function()
 
 
 def ignore(function: F) -> F:
-    """Mark a function that TorchScript leaves to Python."""
+    """Mark a function so that TorchScript leaves it to Python; without TorchScript, return it unchanged."""
     if not IS_AVAILABLE:
         return function
     marked: F = torch.jit.ignore(function)  # type: ignore[no-untyped-call]
@@ -97,20 +97,20 @@ def ignore(function: F) -> F:
 
 
 def script(module: torch.nn.Module) -> torch.nn.Module:
-    """Compile a module."""
+    """Compile a module. Raises `UnsupportedError` without TorchScript."""
     require()
     compiled: torch.nn.Module = torch.jit.script(module)
     return compiled
 
 
 def compiled_unit() -> Any:
-    """Where torch keeps what this process has compiled."""
+    """Return torch's registry of all that this process has compiled. Raises `UnsupportedError` without TorchScript."""
     require()
     return private_torch.compiled_unit()
 
 
 def wrap_module(module: Any) -> Any:
-    """A module of C++ as the class of Python; any other value as it is."""
+    """Wrap a C++ ScriptModule in its Python class; return any other value unchanged."""
     if not isinstance(module, getattr(torch._C, "ScriptModule", ScriptModule)):
         return module
     from torch.jit._recursive import wrap_cpp_module
@@ -119,14 +119,14 @@ def wrap_module(module: Any) -> Any:
 
 
 def load_module(saved: bytes) -> Any:
-    """The module that was saved. Unlike ``torch.jit.load`` this does not warn, for the sender chose TorchScript."""
+    """Load a saved module. Unlike ``torch.jit.load`` this does not warn, because the sender chose TorchScript."""
     require()
     load: Any = torch._C.import_ir_module_from_buffer
     return wrap_module(load(torch._C.CompilationUnit(), saved, None, {}, False))
 
 
 def type_of(annotation: Any) -> Any:
-    """The type that stands for an annotation; None if there is none."""
+    """Return the TorchScript type of an annotation; None if there is none."""
     require()
     from torch._C import _jit_tree_views
     from torch.jit.annotations import try_ann_to_type

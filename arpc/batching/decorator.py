@@ -1,4 +1,4 @@
-"""`batched`: a function that is called once for many calls."""
+"""`batched`: many concurrent calls of a function, run as one."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Batched", "Queues", "batched"]
 
 
 class Queues:
-    """The calls of one worker that wait, by function and object. There are none while nobody calls."""
+    """The queues of one worker's batched calls, by function and object. A queue exists only while it has calls."""
 
     def __init__(self) -> None:
         self.queues: dict[tuple[Batched, int], Queue] = {}
@@ -43,7 +43,7 @@ class Queues:
             self._calls += queue.calls_run
 
     def statistics(self) -> dict[str, int]:
-        """How many calls there were, and how many times functions were called for them."""
+        """Return how many batched calls there were, and how many batches they ran in."""
         queues = self.queues.values()
         return {
             "batches": self._batches + sum(queue.batches_run for queue in queues),
@@ -52,7 +52,7 @@ class Queues:
 
 
 class Batched:
-    """What `batched` makes of a function. Calling it takes the arguments of one call, and has to be awaited."""
+    """A function decorated with `batched`. It takes the arguments of one call, and each call must be awaited."""
 
     __name__: str
     __qualname__: str
@@ -94,20 +94,20 @@ class Batched:
         return await worker.keep(Queues).of(worker, self, owner).call(args, kwargs)
 
     def _class(self) -> type | None:
-        """The class that defines it, if that can be found under its name."""
+        """Return the class that defines the function; None if it cannot be found under its name."""
         found: Any = sys.modules.get(self.__module__)
         for name in self.__qualname__.split(".")[:-1]:
             found = getattr(found, name, None)
         return found if isinstance(found, type) else None
 
     def _is_class_method_of(self, cls: type) -> bool:
-        # a classmethod does not tell what it wraps that it is one
+        # a function cannot know that a classmethod wraps it
         found = inspect.getattr_static(cls, self.__name__, None)
         return isinstance(found, classmethod) and found.__func__ is self
 
 
 def _in_class_method(owner: type, name: str) -> Any:
-    """What a class method of this process wraps."""
+    """Return the batched function that a class method of this process wraps."""
     return inspect.getattr_static(owner, name).__func__
 
 
@@ -125,7 +125,7 @@ def batched(
     max_wait_ms: float = 2.0,
     max_concurrent: int = 1,
 ) -> Batched | Callable[[Callable[..., Any]], Batched]:
-    """Gather concurrent calls of a function, from any callers, into one call of it.
+    """Combine concurrent calls of a function, from any callers, into one call of it.
 
     ::
 
@@ -135,15 +135,15 @@ def batched(
 
         scores = await arpc.rpc_sync("server", predict, args=(image,))  # called for one image
 
-    The function gets tensors stacked along a new first dimension, and a list for any other argument. It returns a
+    The function receives tensors stacked along a new first dimension, and a list for any other argument. It returns a
     tensor with one row for each call, or a list with one item for each, in their order; or a tuple or dict of such
     tensors and lists. It may be a plain function, an ``async def``, a method of an object that RRefs refer to, or a
     class or static method (write ``@classmethod`` above this decorator). Type checkers do not compare the arguments of
     calls, because the function is written for a batch and called for one item.
 
-    A batch is called when it has ``max_size`` calls, or ``max_wait_ms`` after the first of them; and never while
-    ``max_concurrent`` other batches of the function are running, during which calls gather. Calls whose tensors differ
-    in shape, dtype or device go into different batches, and so do calls of different autograd contexts.
+    A batch runs when it has ``max_size`` calls, or ``max_wait_ms`` after the first of them, but never while
+    ``max_concurrent`` other batches of the function are running; meanwhile it takes more calls. Calls whose tensors
+    differ in shape, dtype or device go into different batches, and so do calls of different autograd contexts.
     """
     if max_size < 1 or max_concurrent < 1 or not max_wait_ms >= 0:
         raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""Many calls as one: arguments stacked, and one result taken apart."""
+"""Combine the arguments of many calls into one call, and divide its result."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["gather", "kind_of", "scatter"]
 
 
 def kind_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Calls with the same kind can be one: as many arguments, of the same names, and tensors that can be stacked."""
+    """Return the kind of a call. Calls of one kind can be combined: arguments match, and tensors can be stacked."""
     kind: list[Any] = [_outline(arg) for arg in args]
     for name in sorted(kwargs):
         kind += name, _outline(kwargs[name])
@@ -26,7 +26,7 @@ def _outline(value: Any) -> Any:
 
 
 def gather(calls: Sequence[tuple[Sequence[Any], Mapping[str, Any]]]) -> tuple[list[Any], dict[str, Any]]:
-    """The arguments of one call for all: tensors stacked along a new first dimension, anything else in lists."""
+    """Return the arguments of one call for all: tensors stacked along a new first dimension, other values in lists."""
     args, kwargs = calls[0]
     return (
         [_column([call[0][place] for call in calls]) for place in range(len(args))],
@@ -41,10 +41,10 @@ def _column(values: list[Any]) -> Any:
 
 
 def scatter(result: Any, count: int, name: str) -> list[Any]:
-    """What each of ``count`` callers gets of the one result. Raises `BatchError` if it cannot be told.
+    """Divide one result among ``count`` calls. Raises `BatchError` if it cannot be divided.
 
-    A tensor gives each a row, a list an item. Tuples and dicts are for several results: each gets one of its own, of
-    its part of each. None is for all.
+    Each call gets a row of a tensor, or an item of a list. From a tuple or dict of such results, each call gets a tuple
+    or dict with its part of each. None is the result of every call.
     """
     if result is None:
         return [None] * count

@@ -1,4 +1,4 @@
-"""The calls that wait to become one, for one function on one worker. Everything here belongs to the worker's loop."""
+"""The queue of calls to be batched, for one function on one worker. Everything here belongs to the worker's loop."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Limits:
 
 
 class _Slot:
-    """One call."""
+    """One call of a batch."""
 
     __slots__ = ("args", "deadline", "future", "kwargs")
 
@@ -46,7 +46,7 @@ class _Slot:
 
 
 class _Batch:
-    """Calls that will be, or are, one."""
+    """Calls that run, or will run, as one."""
 
     __slots__ = ("context_id", "due", "is_due", "key", "slots", "task", "timer", "work")
 
@@ -56,11 +56,11 @@ class _Batch:
         self.slots: list[_Slot] = []
         self.due = float("inf")
         self.is_due = False
-        """It has waited long enough, and starts as soon as fewer others run."""
+        """Whether it has waited long enough, and starts as soon as fewer other batches run."""
         self.timer: asyncio.TimerHandle | None = None
         self.task: asyncio.Task[None] | None = None
         self.work: _Work | None = None
-        """What a thread does for it, if the function is a plain one."""
+        """The work that a thread does for it, if the function is a plain one."""
 
     def stop_timer(self) -> None:
         if self.timer is not None:
@@ -69,7 +69,7 @@ class _Batch:
 
 
 class _Work:
-    """A batch in a thread. Nothing can stop it there: one that is given up ends when it ends, and says so."""
+    """A batch in a thread, where it cannot be stopped: if it is given up, it calls ``ended`` when it is over."""
 
     __slots__ = ("_ended", "_run", "is_given_up", "is_over")
 
@@ -83,14 +83,14 @@ class _Work:
         try:
             return [] if self.is_given_up else self._run()  # it may have waited for a thread until now
         finally:
-            # In this order, while the loop sets the other first and then looks at this one: neither can miss the other
+            # Sets is_over, then reads is_given_up; the loop does it the other way around: neither misses the other
             self.is_over = True
             if self.is_given_up:
                 self._ended()
 
 
 class _BatchScope:
-    """A batch as a `Scope`: it has the time of the caller that has most, and belongs to none of them."""
+    """The `Scope` of a batch: its deadline is the latest of its callers', and it belongs to none of them."""
 
     __slots__ = ("calls", "deadline", "worker")
 
@@ -107,7 +107,7 @@ class _BatchScope:
         self.calls.append(future)
 
     def call_comes(self) -> None:
-        """Nothing to wait for: what answers the callers of a batch comes over the loop too."""
+        """Nothing to wait for: the results of a batch reach the loop after the calls that its thread has made."""
 
     def cancel_calls(self) -> None:
         for call in self.calls:
@@ -117,7 +117,7 @@ class _BatchScope:
 class Queue:
     """Gathers the calls of one function, of one object if it is a method, and runs them together.
 
-    It is there while there are calls. ``retire`` is called when there are none left.
+    It exists only while there are calls. ``retire`` is called when there are none left.
     """
 
     def __init__(
@@ -134,34 +134,34 @@ class Queue:
         self._limits = limits
         self._retire = retire
         self._open: dict[tuple[Any, ...], _Batch] = {}
-        """Those that more calls may join, by what they have in common."""
+        """The batches that more calls may join, by the key that their calls have in common."""
         self._due: deque[_Batch] = deque()
         self._running: set[_Batch] = set()
 
     async def call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The result of one call, which is part of a batch."""
+        """Add one call to a batch, and return its result."""
         scope = current_scope.get()
         slot = _Slot(args, kwargs, None if scope is None else scope.deadline, self._loop.create_future())
         try:
             batch = self._join(slot)
         except BaseException:
-            self._look_for_end()  # a queue is there while there are calls, and this is none
+            self._look_for_end()  # this may have been the queue's only call
             raise
         try:
             return await slot.future
         except asyncio.CancelledError:
-            # After an await, as always, it may be waiting, running, or over
+            # After the await, the batch may be waiting, running, or over
             task = self._leave(batch, slot)
             if task is not None:
                 await asyncio.wait([task])
             raise
         finally:
-            del slot  # whose future's exception refers to this frame
+            del slot  # the exception of its future refers to this frame
 
     # -- gathering
 
     def _join(self, slot: _Slot) -> _Batch:
-        # Passes of different contexts take their graphs apart on their own: no graph may belong to two of them
+        # Backward passes of different contexts consume their graphs independently: no graph may belong to two contexts
         context_id = current_context_id.get()
         key = (context_id, *kind_of(slot.args, slot.kwargs))
         batch = self._open.get(key)
@@ -176,7 +176,7 @@ class Queue:
         return batch
 
     def _set_timer(self, batch: _Batch, slot: _Slot) -> None:
-        """Wait for more calls, but never for so long that one of them has no time left to run."""
+        """Wait for more calls, but at most half of the time that this call has left, so that it can still run."""
         now = self._loop.time()
         wait_s = self._limits.max_wait_s
         if slot.deadline is not None:
@@ -194,7 +194,7 @@ class Queue:
         self._start_due()
 
     def _leave(self, batch: _Batch, slot: _Slot) -> asyncio.Task[None] | None:
-        """A caller does not wait any more. Returns the task of the batch if that has been cancelled with it."""
+        """Remove a call whose caller was cancelled. Returns the task of the batch if that is cancelled with it."""
         if slot in batch.slots:
             batch.slots.remove(slot)
         if batch.slots:
@@ -223,15 +223,15 @@ class Queue:
             deadlines = [slot.deadline for slot in batch.slots]
             latest = None if None in deadlines else max(deadline for deadline in deadlines if deadline is not None)
             scope = _BatchScope(self._worker, latest)
-            # nobody's: what one caller has set in its context is not for the others
+            # the worker's own context: variables that one caller has set are not for the other callers
             context = self._executor.context.copy()
             context.run(_enter, scope, batch.context_id)
             batch.task = self._loop.create_task(torchstate.isolate(self._run(batch, scope)), context=context)
-            # not at the end of it: one that is cancelled before its first step has none
+            # not at the end of `_run`: a task that is cancelled before its first step never runs it
             batch.task.add_done_callback(partial(self._ended, batch))
 
     async def _run(self, batch: _Batch, scope: _BatchScope) -> None:
-        slots = list(batch.slots)  # those that leave from now on are served all the same, and not heard
+        slots = list(batch.slots)  # calls that leave from now on still run, and their results are dropped
         self.batches_run += 1
         self.calls_run += len(slots)
         try:
@@ -240,7 +240,7 @@ class Queue:
             scope.cancel_calls()
             _settle(slots, [asyncio.CancelledError()] * len(slots))
             raise
-        except BaseException as error:  # noqa: BLE001 - it is for those who have called
+        except BaseException as error:  # noqa: BLE001 - it is raised in the callers
             _settle(slots, [error] * len(slots))
         else:
             _settle(slots, results)
@@ -252,13 +252,13 @@ class Queue:
         if batch.work is not None:
             batch.work.is_given_up = True
             if not batch.work.is_over:
-                return  # its thread is as busy as before, and the next batch has to wait for it
+                return  # its thread is still busy, and the next batch has to wait for it
         self._make_room(batch)
 
     def _make_room(self, batch: _Batch) -> None:
         if batch in self._running:
             self._running.discard(batch)
-            batch.work = None  # the two know each other
+            batch.work = None  # breaks a reference cycle
             self._start_due()
             self._look_for_end()
 
@@ -269,12 +269,12 @@ class Queue:
             return scatter(await self._function(*args, **kwargs), count, self._name)
 
         def run() -> list[Any]:
-            # stacking copies: it belongs in the thread as well
+            # stacking copies the tensors, so it runs in the thread as well
             args, kwargs = gather(calls)
             return scatter(self._function(*args, **kwargs), count, self._name)
 
         def ended() -> None:
-            with suppress(RuntimeError):  # the loop is closed: nobody waits for room any more
+            with suppress(RuntimeError):  # the loop is closed: no batch waits for room any more
                 self._loop.call_soon_threadsafe(self._make_room, batch)
 
         batch.work = _Work(run, ended)
@@ -294,7 +294,7 @@ def _enter(scope: Any, context_id: int | None) -> None:
 def _settle(slots: list[_Slot], results: list[Any]) -> None:
     for slot, result in zip(slots, results, strict=True):
         if slot.future.done():
-            continue  # whoever called has gone
+            continue  # the caller was cancelled
         if is_a(result, BaseException):
             _fail(slot.future, result)
         else:
@@ -302,11 +302,11 @@ def _settle(slots: list[_Slot], results: list[Any]) -> None:
 
 
 def _fail(future: asyncio.Future[Any], error: BaseException) -> None:
-    """One each: an exception collects the traceback of whoever raises it."""
+    """Fail a future with a copy of an error: an exception collects the traceback of every frame that raises it."""
     if is_a(error, asyncio.CancelledError):
         future.cancel()
     elif is_a(error, (StopIteration, GeneratorExit)):
-        # raised by a future, they mean something else
+        # raised by a future, these would have another meaning
         future.set_exception(set_cause(RuntimeError(summary_of(error)), error))
     else:
         future.set_exception(with_traceback(fresh(error), traceback_of(error)))

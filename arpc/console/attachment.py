@@ -1,4 +1,4 @@
-"""Where a tool gets its numbers from: a worker's own port, or the page of one that serves it."""
+"""The sources of a tool's numbers: a worker's own port, or the dashboard of a worker that serves it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from arpc.options import RpcOptions
 __all__ = ["Attachment", "attach", "choose"]
 
 _COLLECT_S: Final = 60.0
-"""How long the pieces of a trace may take to come together."""
+"""How long it may take to collect the parts of a trace."""
 _decode_summary = msgspec.msgpack.Decoder(GroupSummary).decode
 _decode_stacks = msgspec.msgpack.Decoder(list[WorkerStack]).decode
 _summary_of_json = msgspec.json.Decoder(GroupSummary).decode
@@ -31,7 +31,7 @@ _stacks_of_json = msgspec.json.Decoder(list[WorkerStack]).decode
 
 
 class Attachment(Protocol):
-    """A group that can be asked."""
+    """A group that a tool is attached to."""
 
     async def summary(self) -> GroupSummary: ...
     async def stacks(self) -> list[WorkerStack]: ...
@@ -77,7 +77,7 @@ class _ByPage:
 
 
 def choose(workers: list[Attachable], name: str | None, pid: int | None) -> Attachable:
-    """The worker to ask: the newest that fits. Raises `ConfigurationError` if none does."""
+    """Return the worker to ask: the newest that matches. Raises `ConfigurationError` if none does."""
     fitting = [one for one in workers if (name is None or one.name == name) and (pid is None or one.pid == pid)]
     if fitting:
         return fitting[0]
@@ -88,7 +88,7 @@ def choose(workers: list[Attachable], name: str | None, pid: int | None) -> Atta
 
 
 def several(taken: Attachable, groups: int) -> str:
-    """What somebody is told who did not say which of several groups is meant."""
+    """Return the notice for a user who did not name one of several groups."""
     return (
         f"{groups} groups run on this host. This is the newest, of worker {taken.name!r} (process {taken.pid}), which "
         f"met at {taken.group}: `arpc ps` lists them all, and --worker or --pid chooses another"
@@ -97,7 +97,7 @@ def several(taken: Attachable, groups: int) -> str:
 
 @asynccontextmanager
 async def attach(arguments: argparse.Namespace) -> AsyncIterator[Attachment]:
-    """A group, as the arguments name it."""
+    """Attach to the group that the arguments name."""
     address: str | None = arguments.address
     secret_file: Path | None = arguments.secret_file
     options = RpcOptions()
@@ -113,7 +113,7 @@ async def attach(arguments: argparse.Namespace) -> AsyncIterator[Attachment]:
     if secret_file is not None:
         options = options.replace(secret=_read_secret(secret_file))
     if address.startswith(("http://", "https://")):
-        import aiohttp  # slow, and most attach in the other way
+        import aiohttp  # slow, and most tools attach to a worker's port
 
         headers = {} if options.secret is None else {"Authorization": f"Bearer {derive_token(options.secret)}"}
         timeout = aiohttp.ClientTimeout(total=MAX_TRACE_S + _COLLECT_S)

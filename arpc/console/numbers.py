@@ -1,4 +1,4 @@
-"""Numbers as people read them in a terminal."""
+"""Numbers as text, for users of a terminal."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def _trimmed(value: float, digits: int) -> str:
 
 
 def count(value: float) -> str:
-    """How many.
+    """Format a count.
 
     >>> count(999), count(1234), count(5_600_000)
     ('999', '1.2k', '5.6M')
@@ -23,12 +23,12 @@ def count(value: float) -> str:
 
 
 def rate(per_s: float) -> str:
-    """How many a second."""
+    """Format a count per second."""
     return "<0.1" if 0 < per_s < 0.1 else count(per_s)
 
 
 def bytes_(value: float) -> str:
-    """How much memory.
+    """Format an amount of memory.
 
     >>> bytes_(512), bytes_(240 << 20)
     ('512 B', '240 MiB')
@@ -40,7 +40,7 @@ def bytes_(value: float) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """How long a call takes.
+    """Format the duration of a call; ``-`` if there is none.
 
     >>> duration(0.0000042), duration(0.0123), duration(2.5), duration(None)
     ('4.2 µs', '12.3 ms', '2.5 s', '-')
@@ -55,7 +55,7 @@ def duration(seconds: float | None) -> str:
 
 
 def age(seconds: float) -> str:
-    """How long something has been there.
+    """Format the time for which something has existed.
 
     >>> age(0.2), age(75), age(7300)
     ('<1 s', '1 min', '2 h 1 min')

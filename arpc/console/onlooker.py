@@ -1,7 +1,7 @@
-"""One who only looks: a connection to a worker, by somebody who is in no group.
+"""A connection to a worker that can only ask questions, by a process that is in no group.
 
-It speaks arpc's own protocol, so it needs no port besides the worker's, and proves the secret as workers do. The worker
-lets it ask and nothing else (`agent.peers.link.ONLOOKER`), and does not count it among its peers.
+It uses arpc's own protocol, so it needs no port besides the worker's, and authenticates as workers do. The worker
+accepts only questions from it (`agent.peers.link.ONLOOKER`), and does not count it among its peers.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Onlooker:
         self._address = address
         self._options = options
         self._transport = transport or _transport(address, options)
-        # it is told bytes, and errors: no worker needs to run code here for that
+        # it receives bytes and errors: the allow-list keeps workers from running code here
         self._codec = Codec({}, (), options.inline_tensor_bytes, None, policy=AllowList(""))
         self._numbers = count(1)
         self._asked: dict[int, asyncio.Future[Any]] = {}
@@ -49,7 +49,7 @@ class Onlooker:
 
     @property
     def worker(self) -> str:
-        """Who answers."""
+        """The name of the worker that answers; its address before it is connected."""
         return self._connection.peer.name if self._connection is not None else self._address
 
     async def __aenter__(self) -> Self:
@@ -78,7 +78,7 @@ class Onlooker:
             await self._connection.wait_closed()
 
     async def ask(self, *question: Any, timeout_s: float = 30.0) -> bytes:
-        """The worker's answer, as msgpack. Raises what the worker raised, or `WorkerLostError`."""
+        """Ask the worker, and return its answer as msgpack. Raises the error of the worker, or `WorkerLostError`."""
         connection = self._connection
         if connection is None or not connection.is_open:
             raise WorkerLostError(f"the worker at {self._address} has left", self.worker)
@@ -93,7 +93,7 @@ class Onlooker:
         finally:
             del self._asked[number]
 
-    # -- told by the connection
+    # -- called by the connection
 
     def connection_opened(self, connection: Connection) -> None: ...
 

@@ -17,7 +17,7 @@ __all__ = ["by_group", "describe", "run"]
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Print the groups, the newest first."""
+    """Print the groups, the newest first; return the exit status."""
     try:
         groups = by_group(attachable())
     except ArpcError as error:
@@ -31,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def by_group(workers: Sequence[Attachable]) -> list[list[Attachable]]:
-    """Workers that met in one place, in the order of their ids; the group with the newest worker first."""
+    """Return the workers by meeting place, in the order of their ids; the group with the newest worker first."""
     groups: dict[str, list[Attachable]] = {}
     for worker in workers:
         groups.setdefault(worker.group, []).append(worker)
@@ -39,7 +39,7 @@ def by_group(workers: Sequence[Attachable]) -> list[list[Attachable]]:
 
 
 def describe(groups: Sequence[Sequence[Attachable]], now_s: float) -> Iterator[str]:
-    """A line for each group, and one for each of its workers on this host."""
+    """Yield a line for each group, and one for each of its workers on this host."""
     if not groups:
         yield "no worker of this user runs on this host"
     for group in groups:

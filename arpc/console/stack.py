@@ -1,4 +1,4 @@
-"""``arpc stack``: every handler and call under way over the group, and what each of them waits for."""
+"""``arpc stack``: every handler and call in progress in the group, and what each of them waits for."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ __all__ = ["describe", "run"]
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Ask once, and print."""
+    """Ask the group once, and print the stacks; return the exit status."""
     try:
         stacks = asyncio.run(_ask(arguments))
     except ArpcError as error:
@@ -35,10 +35,10 @@ async def _ask(arguments: argparse.Namespace) -> list[WorkerStack]:
 
 
 def describe(stacks: Sequence[WorkerStack]) -> Iterator[str]:
-    """The dump as text: what each worker's own tasks wait for, followed through the handlers of others to its end.
+    """Yield the dump as text: what each worker's own tasks wait for, followed through the handlers of other workers.
 
-    A handler is shown under the call that waits for it; one whose caller is not among the workers that answered, or
-    waits no more, is shown under its worker.
+    A handler is shown under the call that waits for it. If its caller has not answered, or no longer waits, it is shown
+    under its own worker.
     """
     shown = _Dump(stacks)
     for worker in stacks:
@@ -46,7 +46,7 @@ def describe(stacks: Sequence[WorkerStack]) -> Iterator[str]:
 
 
 _Seen = frozenset[tuple[str, int]]
-"""Handlers above, by worker and call id: two that wait for each other would go on for ever."""
+"""The handlers above, by worker and call id: two that wait for each other would repeat forever."""
 
 
 class _Dump:

@@ -1,4 +1,4 @@
-"""The tables of `arpc top`: rows of a summary, sorted, as rich draws them."""
+"""The tables of `arpc top`: sorted rows of a summary, drawn by rich."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _SLOW_LOOP_S: Final = 0.05
 
 
 class Column(NamedTuple):
-    """One column: what it is sorted by, and what it shows."""
+    """One column: the value that it is sorted by, and the text that it shows."""
 
     key: str
     title: str
@@ -24,7 +24,7 @@ class Column(NamedTuple):
     is_text: bool = False
     style: Callable[[Any], str] = lambda _: ""
     least_width: int = 0
-    """Of a terminal in which there is room for it."""
+    """The width of the narrowest terminal that has room for it."""
 
 
 class View(NamedTuple):
@@ -162,7 +162,7 @@ VIEWS: Final = {
 
 
 def sorted_rows(view: View, group: GroupSummary, sort: str, *, is_reversed: bool = False) -> list[Any]:
-    """Numbers largest first, texts from a to z; or the other way around."""
+    """Return the rows sorted: numbers largest first, texts from a to z; or the other way around."""
     column = next((one for one in view.columns if sort in {one.key, one.title}), view.columns[0])
     return sorted(view.rows(group), key=column.value, reverse=is_reversed == column.is_text)
 
@@ -176,7 +176,7 @@ def render(
     limit: int | None = None,
     width: int | None = None,
 ) -> Any:
-    """A table of rich; ``limit`` rows of it, and the columns for which there is room."""
+    """Return a table of rich, with at most ``limit`` rows, and the columns for which there is room."""
     from rich import box
     from rich.table import Table
     from rich.text import Text

@@ -1,4 +1,4 @@
-"""``arpc top``: what the dashboard shows, in a terminal."""
+"""``arpc top``: the contents of the dashboard, in a terminal."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BARS: Final = "▁▂▃▄▅▆▇█"
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Show the group until somebody has seen enough, or once."""
+    """Show the group until the user quits, or once; return the exit status."""
     try:
         return asyncio.run(_top(arguments))
     except ArpcError as error:
@@ -57,7 +57,7 @@ async def _top(arguments: argparse.Namespace) -> int:
 
 
 class Screen:
-    """What is shown, and what keys do to it. Knows no terminal."""
+    """The state of the display, and the effect of keys on it. Independent of the terminal."""
 
     def __init__(self, view: str = "workers", sort: str | None = None) -> None:
         self.view: View = VIEWS[view]
@@ -66,7 +66,7 @@ class Screen:
         self.is_over = False
 
     def press(self, key: str) -> None:
-        """A key was pressed; one that means nothing does nothing."""
+        """Handle a key. Other keys have no effect."""
         names = list(VIEWS)
         if key in {"q", "\x03", "\x04"}:
             self.is_over = True
@@ -84,7 +84,7 @@ class Screen:
             self.is_reversed = not self.is_reversed
 
     def everything(self, group: GroupSummary, views: Collection[str] | None = None) -> Any:
-        """All tables, or some, for those who read them later. What is empty is left out."""
+        """Return all tables, or some, for output that is read later. Empty tables are left out."""
         from rich.console import Group
         from rich.text import Text
 
@@ -96,7 +96,7 @@ class Screen:
         return Group(*parts)
 
     def page(self, group: GroupSummary, height: int, width: int) -> Any:
-        """One table, as much of it as there is room for."""
+        """Return one table, as much of it as there is room for."""
         from rich.console import Group
         from rich.text import Text
 
@@ -109,7 +109,7 @@ class Screen:
 
 
 def headline(group: GroupSummary) -> Any:
-    """The group in two lines."""
+    """Return the state of the group in two lines."""
     from rich.text import Text
 
     troubled = [worker for worker in group.workers if worker.state in {"late", "lost"}]
@@ -138,7 +138,7 @@ def headline(group: GroupSummary) -> Any:
 
 
 def sparkline(values: list[float]) -> str:
-    """The course of some values in one line.
+    """Return a chart of some values in one line of text.
 
     >>> sparkline([0, 1, 2, 4])
     '▁▂▄█'
@@ -182,11 +182,11 @@ async def _live(group: Attachment, screen: Screen, interval_s: float) -> int:
 
 @contextmanager
 def _keys(press: Callable[[str], None]) -> Iterator[None]:
-    """Hear of each key at once, and leave the terminal as it was."""
+    """Call a function for each key at once, and restore the terminal at the end."""
     try:
         import termios
         import tty
-    except ImportError:  # Windows: the page still renews itself
+    except ImportError:  # Windows: without keys, the page still refreshes
         yield
         return
     if not sys.stdin.isatty():
@@ -198,7 +198,7 @@ def _keys(press: Callable[[str], None]) -> Iterator[None]:
     tty.setcbreak(descriptor)
 
     def read() -> None:
-        # not sys.stdin, whose buffer would keep what comes with the first of several keys
+        # not sys.stdin, whose buffer would hold back the keys that arrive together with the first
         for key in os.read(descriptor, 64).decode(errors="ignore"):
             press(key)
 

@@ -1,4 +1,4 @@
-"""``arpc trace``: what a whole group does for some seconds, in one file."""
+"""``arpc trace``: record a whole group for some seconds, in one file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["run"]
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Record, and write the file."""
+    """Record the group, and write the file; return the exit status."""
     output: Path = arguments.output
     form = "html" if output.suffix in {".html", ".htm"} else "json"
     try:

@@ -1,4 +1,4 @@
-"""Where the page is served, and where it must not be. Light to import: every worker checks its options with this."""
+"""The address of the dashboard, and whether it is allowed. Cheap to import: every worker checks its options with it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ __all__ = ["HttpServing", "is_open_to_all", "refuse_open_page"]
 
 
 class HttpServing(Protocol):
-    """A server that runs, as the runtime sees it."""
+    """The interface of a running server, for the runtime."""
 
     @property
     def url(self) -> str: ...
@@ -21,12 +21,12 @@ class HttpServing(Protocol):
 
 
 def is_open_to_all(options: RpcOptions) -> bool:
-    """Whether whoever reaches the page may see it: it cannot be reached from other hosts."""
+    """Return whether the dashboard needs no secret, because it cannot be reached from other hosts."""
     return is_loopback(split_host_port(options.http)[0])
 
 
 def refuse_open_page(options: RpcOptions) -> None:
-    """Only those who know the secret may look from beyond this host, so there must be one."""
+    """Raise `ConfigurationError` if the dashboard could be read from other hosts without a secret."""
     if options.http and options.secret is None and not is_open_to_all(options):
         raise ConfigurationError(
             f"refusing to serve the dashboard on {options.http} with no secret: anybody who reaches it could see "

@@ -1,6 +1,6 @@
-"""Snapshots as Prometheus reads them. Base units, one name a thing, ``_total`` for what only grows.
+"""Snapshots in the format of Prometheus: base units, one name for each quantity, ``_total`` for counters.
 
-Counters begin when a worker begins to count (see `RpcOptions.metrics`): to Prometheus a restart like any other.
+Counters begin when a worker begins to count (see `RpcOptions.metrics`): Prometheus treats that like a restart.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _Gauges = tuple[tuple[str, str, Any], ...]
 
 
 def expose(snapshots: Sequence[WorkerSnapshot], accept: str = "") -> tuple[bytes, str]:
-    """The exposition and its content type. Raises `UnsupportedError` if prometheus_client is not installed."""
+    """Return the exposition and its content type. Raises `UnsupportedError` if prometheus_client is not installed."""
     try:
         from prometheus_client.exposition import choose_encoder
         from prometheus_client.registry import Collector, CollectorRegistry
@@ -82,7 +82,7 @@ def _calls(workers: Sequence[WorkerSnapshot]) -> Iterator[Any]:
 
 
 def _buckets(counts: SparseCounts, total: int) -> list[tuple[str, float]]:
-    """Cumulative, at `BOUNDS_S`."""
+    """Return the cumulative counts at `BOUNDS_S`."""
     cumulative = [
         (repr(bound), float(sum(count for index, count in counts.items() if index < 4 * octave)))
         for octave, bound in zip(_OCTAVES, BOUNDS_S, strict=True)

@@ -1,4 +1,4 @@
-"""The summary of the group, made once a second however many look at it, and not at all while nobody does."""
+"""The summary of the group, made once a second for any number of viewers, and every ten seconds without viewers."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ logger = get_logger("arpc.http")
 _PERIOD_S: Final = 1.0
 _PATIENCE_S: Final = 0.5
 _IDLE_PERIOD_S: Final = 10.0
-"""How often the group is asked while nobody looks, so that it goes on counting, and workers that join begin to."""
+"""How often the group is asked without viewers, so that workers go on counting, and new workers begin to count."""
 _encode = msgspec.json.Encoder().encode
 
 
 class Feed:
-    """One task that asks the group, and everybody who waits for its next answer."""
+    """One task that asks the group, and all viewers that wait for its next summary."""
 
     def __init__(self, metrics: MetricsService) -> None:
         self._metrics = metrics
@@ -40,11 +40,11 @@ class Feed:
         return self._viewers
 
     async def current(self) -> bytes:
-        """The summary of this moment, as JSON."""
+        """Return the current summary, as JSON."""
         return _encode(await self._metrics.summary(_PATIENCE_S))
 
     async def updates(self) -> AsyncIterator[bytes]:
-        """The summary now, and then each new one. Whoever is slow misses some."""
+        """Yield the current summary, and then each new one. A slow viewer misses some."""
         self._viewers += 1
         self._wanted.set()
         try:
@@ -68,7 +68,7 @@ class Feed:
             try:
                 latest = await self.current()
             except Exception:
-                # those who wait shall see the next one; an internal error must not leave them waiting for ever
+                # viewers get the next summary; an internal error must not leave them waiting forever
                 logger.exception("an internal error while the group was asked")
             else:
                 async with self._changed:

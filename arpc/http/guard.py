@@ -1,11 +1,11 @@
-"""Who may look. Everything that decides it, and nothing of aiohttp: requests in, verdicts out.
+"""Access control of the dashboard, independent of aiohttp: requests in, verdicts out.
 
-On loopback whoever is on this host may look, but no web page of another origin may, which could reach this port from
-the browser of a person who has both open: the ``Host`` must be this host (a name that somebody made to mean 127.0.0.1
-is another one), and what changes something must come from a page of our own.
+On loopback every user of this host has access, but web pages of other origins have none, although they could reach this
+port from a browser on this host: the ``Host`` must be this host (other names that resolve to 127.0.0.1 are refused, as
+in DNS rebinding), and requests that change something must come from a page of this server.
 
-Beyond loopback a request needs the cluster's secret, as a bearer token or as the cookie that the login gives. The token
-is derived from the secret, so that whoever scrapes ``/metrics`` need not be able to run code on the workers.
+Beyond loopback a request needs the cluster's secret, as a bearer token or as the cookie that the login sets. The token
+is derived from the secret, so that a scraper of ``/metrics`` need not be able to run code on the workers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SESSION_PURPOSE: Final = b"arpc http session v1"
 
 
 def derive_token(secret: bytes) -> str:
-    """The bearer token for the HTTP API of a group with this secret. The secret cannot be found from it.
+    """Return the bearer token for the HTTP API of a group with this secret. It does not reveal the secret.
 
     >>> derive_token(b"a secret")[:8]
     '6bd325be'
@@ -39,10 +39,10 @@ def derive_token(secret: bytes) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What becomes of a request."""
+    """The decision about a request."""
 
     status: int
-    """200: it may go on. 401: it lacks the secret. 403: never."""
+    """200: allowed. 401: the secret is missing. 403: refused, with or without the secret."""
     reason: str = ""
 
 
@@ -50,7 +50,7 @@ _ALLOWED: Final = Verdict(200)
 
 
 class Guard:
-    """Decides for one server."""
+    """The access control of one server."""
 
     def __init__(self, secret: bytes | None, *, needs_secret: bool, clock: Callable[[], float] = time.time) -> None:
         if needs_secret and secret is None:
@@ -62,7 +62,7 @@ class Guard:
         self._session_key = hmac.digest(secret, _SESSION_PURPOSE, "sha256") if secret is not None else b""
 
     def judge(self, method: str, headers: Mapping[str, str], cookie: str | None) -> Verdict:
-        """Whether a request may go on to what it asks for."""
+        """Decide whether a request is allowed."""
         foreign = self.judge_origin(method, headers)
         if foreign.status != 200:
             return foreign
@@ -71,7 +71,7 @@ class Guard:
         return Verdict(401, "this page needs the cluster's secret")
 
     def judge_origin(self, method: str, headers: Mapping[str, str]) -> Verdict:
-        """Whether a request may come from where it does, whatever secret it has: for the login itself."""
+        """Decide whether a request's origin is allowed, whatever secret it has: for the login itself."""
         host = headers.get("Host", "")
         if not self.needs_secret and not is_loopback(_hostname(host)):
             return Verdict(403, f"this page is served on loopback, and not as {host!r}")
@@ -87,10 +87,10 @@ class Guard:
         scheme, _, token = authorization.partition(" ")
         return scheme.lower() == "bearer" and hmac.compare_digest(_bytes(token.strip()), self._token.encode())
 
-    # -- sessions: nothing is kept, the cookie proves itself
+    # -- sessions: no state is kept, the cookie is signed
 
     def login(self, typed: str) -> str | None:
-        """The cookie for one who typed the secret, or its token; None for anything else."""
+        """Return the cookie for a user who typed the secret, or its token; None for any other text."""
         if self._secret is None:
             return None
         given = _bytes(typed.strip())
@@ -99,7 +99,7 @@ class Guard:
         return self._sign(int(self._clock()) + SESSION_S) if is_secret or is_token else None
 
     def is_session(self, cookie: str | None) -> bool:
-        """Whether a cookie is one of ours, and not too old."""
+        """Return whether a cookie is one of this server's, and not too old."""
         if not cookie or self._secret is None:
             return False
         expiry, _, _ = cookie.partition(".")
@@ -113,7 +113,7 @@ class Guard:
 
 
 def _bytes(said: str) -> bytes:
-    """Headers need not be text: what is none comes as lone surrogates."""
+    """Encode a value of a request. It need not be text: other bytes arrive as lone surrogates."""
     return said.encode(errors="surrogatepass")
 
 

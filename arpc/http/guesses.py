@@ -1,4 +1,4 @@
-"""How many may try to log in at once: so many from each address, so that those who guess keep nobody else out."""
+"""A limit on concurrent logins from each address, so that guessing clients do not keep other users out."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ __all__ = ["Guesses"]
 
 _PER_ADDRESS: Final = 8
 _ADDRESSES: Final = 1024
-_IPV6_PREFIX_BITS: Final = 64  # what one customer of a provider has, who can call from any address in it
+_IPV6_PREFIX_BITS: Final = 64  # the network of one customer of a provider, who can connect from any address in it
 
 
 class Guesses:
-    """Logins under way, by where they come from.
+    """Logins in progress, by the address that they come from.
 
-    The table is bounded. When it is full, the address that has been in it longest is forgotten: who guesses from more
-    addresses than it holds gets some more guesses, and no user is refused for it.
+    The table is bounded. When it is full, the address that has been in it longest is removed: a client that guesses
+    from more addresses than it holds gets some more guesses, and no user is refused because of that.
     """
 
     def __init__(self, per_address: int = _PER_ADDRESS, addresses: int = _ADDRESSES) -> None:
@@ -25,7 +25,7 @@ class Guesses:
         self._under_way: dict[str, int] = {}
 
     def begin(self, address: str | None) -> bool:
-        """Whether one more may try from there; call `end` for each that may."""
+        """Return whether one more login from this address may begin; if so, call `end` after it."""
         origin = _origin(address)
         count = self._under_way.get(origin, 0)
         if count >= self._per_address:
@@ -44,12 +44,12 @@ class Guesses:
             self._under_way.pop(origin, None)
 
     def __len__(self) -> int:
-        """How many addresses there are logins from."""
+        """Return the number of addresses with logins in progress."""
         return len(self._under_way)
 
 
 def _origin(address: str | None) -> str:
-    """Who is taken for one: an address, for IPv6 the network it is in.
+    """Return what counts as one client: an address, or for IPv6 the network that it is in.
 
     >>> _origin("192.0.2.7"), _origin("::ffff:192.0.2.7"), _origin("2001:db8::7")
     ('192.0.2.7', '192.0.2.7', '2001:db8::/64')

@@ -1,4 +1,4 @@
-"""The server: what is at which path, and who may have it."""
+"""The HTTP server: the handlers of all paths, behind access control."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ logger = get_logger("arpc.http")
 
 _STATIC: Final = Path(__file__).parent / "static"
 _HEADERS: Final = {
-    # everything comes from here, nothing runs that is not a file of ours, and nobody may put this page into another
+    # everything is loaded from here, only this server's own scripts run, and no other page may embed this one
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
         "form-action 'self'; frame-ancestors 'none'; base-uri 'none'"
     ),
     "X-Content-Type-Options": "nosniff",
-    # not no-referrer, with which a browser does not tell the origin of our own forms either
+    # not no-referrer, with which a browser does not send the origin of this server's own forms either
     "Referrer-Policy": "same-origin",
     "Cross-Origin-Resource-Policy": "same-origin",
     "Cross-Origin-Opener-Policy": "same-origin",
@@ -45,7 +45,7 @@ _HEADERS: Final = {
 }
 _TRACE_HEADERS: Final = {
     **_HEADERS,
-    # a timeline is one file with its script inside, so it gets an origin of its own, which can ask this server nothing
+    # a timeline has its script inline, so it gets an origin of its own, from which it cannot query this server
     "Content-Security-Policy": (
         "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; img-src data:; "
         "frame-ancestors 'none'; base-uri 'none'; sandbox allow-scripts"
@@ -53,7 +53,7 @@ _TRACE_HEADERS: Final = {
 }
 _KEEP_TRACE_S: Final = 600.0
 _OPEN_PATHS: Final = frozenset({"/healthz", "/login", "/style.css", "/login.js", "/favicon.svg"})
-"""What those may have who have not logged in yet."""
+"""The paths that need no login."""
 _LOGIN_DELAY_S: Final = 0.5
 _KEEP_ALIVE_S: Final = 10.0
 _MAX_FORM_BYTES: Final = 4096
@@ -64,7 +64,7 @@ _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class HttpServer:
-    """The page of one worker's group. Made by `serve`."""
+    """The HTTP server of one worker, for its group. Made by `serve`."""
 
     def __init__(self, options: RpcOptions, metrics: MetricsService) -> None:
         self.url = ""
@@ -76,7 +76,7 @@ class HttpServer:
         self._guesses = Guesses()
         self._streams: set[asyncio.Task[Any]] = set()
         self._kept_trace: tuple[str, bytes] | None = None
-        """The last timeline that was recorded to be opened, and the name it has."""
+        """The name and the page of the last timeline that was recorded to be opened in the browser."""
         self._forget_trace: asyncio.TimerHandle | None = None
         app = web.Application(middlewares=[self._admit], client_max_size=_MAX_FORM_BYTES)
         app.add_routes(
@@ -99,13 +99,13 @@ class HttpServer:
                 web.get("/api/workers/{name}", self._worker),
             ]
         )
-        # who is disconnected has no use for an answer
+        # a client that has disconnected needs no reply
         self._runner = web.AppRunner(
             app, access_log=None, handler_cancellation=True, shutdown_timeout=1.0, keepalive_timeout=_KEEP_ALIVE_S
         )
 
     async def start(self) -> None:
-        """Listen. Raises `OSError` if the address cannot be had."""
+        """Start listening. Raises `OSError` if the address is not available."""
         host, port = split_host_port(self._options.http)
         await self._runner.setup()
         site = web.TCPSite(self._runner, host, port)
@@ -125,7 +125,7 @@ class HttpServer:
             leave_port_to_children(self._port)
             self._port = None
 
-    # -- who may
+    # -- access
 
     @web.middleware
     async def _admit(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
@@ -157,14 +157,14 @@ class HttpServer:
                 typed = (await request.post()).get("secret", "")
         except (ValueError, TimeoutError):
             return _json({"error": "no form with a secret in it"}, status=400)
-        # from here on nobody can take as long as he likes
+        # from here on the client cannot prolong the login
         if not self._guesses.begin(request.remote):
             error = "too many try to log in from this address: wait a moment"
             return _json({"error": error}, status=429, headers={"Retry-After": "1"})
         try:
             cookie = self._guard.login(typed) if isinstance(typed, str) else None
             if cookie is None:
-                # whoever guesses has to wait, and everybody else does not
+                # a client that guesses has to wait, and other clients do not
                 await asyncio.sleep(_LOGIN_DELAY_S)
                 return web.Response(status=303, headers={"Location": "/login?wrong"})
         finally:
@@ -180,7 +180,7 @@ class HttpServer:
         response.del_cookie(COOKIE, path="/")
         return response
 
-    # -- what there is
+    # -- resources
 
     @staticmethod
     def _static(name: str) -> _Handler:
@@ -253,7 +253,7 @@ class HttpServer:
         return response
 
     def _keep_trace(self, body: bytes) -> str:
-        """Keep a timeline for a while, in place of the one before; the path at which it is."""
+        """Keep a timeline for a while, in place of the one before, and return its path."""
         self._drop_trace()
         name = secrets.token_hex(16)
         self._kept_trace = (name, body)
@@ -285,7 +285,7 @@ class HttpServer:
         return web.Response(body=body, content_type=kind, headers=headers)
 
     async def _events(self, request: web.Request) -> web.StreamResponse:
-        """Server-sent events: the summary, each second."""
+        """Send the summary once a second, as server-sent events."""
         response = web.StreamResponse(headers={**_HEADERS, "Content-Type": "text/event-stream"})
         await response.prepare(request)
         task = asyncio.current_task()
@@ -296,7 +296,7 @@ class HttpServer:
             async for update in updates:
                 await response.write(b"data: " + update + b"\n\n")
         except ConnectionResetError:
-            pass  # nobody looks any more
+            pass  # the client has disconnected
         finally:
             self._streams.discard(task)
             await updates.aclose()  # type: ignore[attr-defined]
@@ -308,7 +308,7 @@ def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) 
 
 
 async def serve(options: RpcOptions, metrics: MetricsService) -> HttpServer | None:
-    """Serve the page of a worker's group. None, and a warning, if the address is taken: work goes on without a page."""
+    """Serve the dashboard of a worker's group. If the address is taken, log a warning and return None: work goes on."""
     server = HttpServer(options, metrics)
     name = metrics.inspector.info.name
     try:

@@ -1,1 +1,1 @@
-"""What a worker counts while somebody looks, and what it tells of itself: rates, latencies, memory, what waits."""
+"""The metrics of a worker, collected while they are read: rates, latencies, memory, and what it is waiting for."""

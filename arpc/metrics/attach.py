@@ -1,7 +1,7 @@
-"""How tools find the groups of this host: a small file for each worker, beside its socket.
+"""Attach files, by which tools find the groups of this host: a small file for each worker, beside its socket.
 
-It says where the worker can be reached, and holds no secret: of that it only says in which file it is, if it came from
-one (``ARPC_SECRET_FILE``, as `arpc launch` sets it), which the same user alone can read.
+It has the addresses of the worker, and no secret: if the secret came from a file (``ARPC_SECRET_FILE``, as
+`arpc launch` sets it), it only names that file, which only the same user can read.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _SUFFIX: Final = ".worker.json"
 
 
 class Attachable(msgspec.Struct, frozen=True):
-    """A worker of this host that can be asked."""
+    """A worker of this host that tools can attach to."""
 
     name: str
     id: int
@@ -39,11 +39,11 @@ class Attachable(msgspec.Struct, frozen=True):
     http: str | None = None
     secret_file: str | None = None
     group: str = "?"
-    """Where its group meets, which tells one group of this host from another."""
+    """The meeting place of its group, which distinguishes the groups of this host."""
 
 
 class AttachFile:
-    """The file of one worker, there as long as the worker is."""
+    """The attach file of one worker, which exists as long as the worker runs."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -58,11 +58,11 @@ class AttachFile:
         now_s: float,
         group: str = "?",
     ) -> AttachFile | None:
-        """None where it cannot be, or nobody could come by the addresses: nothing but looking needs it."""
+        """Write the file. None if that fails, or if no tool could use the addresses: the worker runs without it."""
         reachable = tuple(address for address in addresses if address.startswith(("unix://", "tcp://")))
         if not reachable:
             return None
-        # the secret may have been given in another way, although there is such a file
+        # the file does not count if the secret comes from ARPC_SECRET
         named = os.environ.get("ARPC_SECRET_FILE") if not os.environ.get("ARPC_SECRET") else None
         secret_file = named if options.secret is not None else None
         found = Attachable(info.name, info.id, os.getpid(), now_s, reachable, http, secret_file, group)
@@ -74,7 +74,7 @@ class AttachFile:
             descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             with os.fdopen(descriptor, "wb") as file:
                 file.write(content)
-        except (OSError, ValueError, WireError, AttributeError) as error:  # a path need not be text, as JSON is
+        except (OSError, ValueError, WireError, AttributeError) as error:  # JSON needs text, and a path may be none
             logger.debug(
                 "tools will not find worker %s by themselves: %s", info.name, error, extra={"worker": info.name}
             )
@@ -87,7 +87,7 @@ class AttachFile:
 
 
 def attachable() -> list[Attachable]:
-    """The workers of this user on this host, the newest first. Files of processes that were killed are removed."""
+    """Return the workers of this user on this host, the newest first. Removes the files of killed processes."""
     try:
         directory = socket_directory()
     except (OSError, WireError, AttributeError) as error:
@@ -110,9 +110,9 @@ def _files(directory: Path) -> Iterator[tuple[Path, Attachable]]:
 
 
 def _tidy(directory: Path) -> None:
-    """Remove the files of workers that were killed: a host on which nobody ever looks would gather them for ever.
+    """Remove the files of workers that were killed: on a host where no tool ever runs, they would accumulate.
 
-    One that runs in another PID namespace, and seems dead from here, still has its socket.
+    A worker in another PID namespace seems dead from here, but still has its socket.
     """
     for path, one in _files(directory):
         sockets = [address.removeprefix("unix://") for address in one.addresses if address.startswith("unix://")]

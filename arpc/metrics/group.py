@@ -1,4 +1,4 @@
-"""What all workers of a group tell, kept by the one that asks. One that is slow or dead holds nobody up."""
+"""The answers of all workers of a group, kept by the worker that asks. A slow or dead worker delays no other."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ __all__ = ["Answer", "GroupView"]
 T = TypeVar("T")
 
 _ASK_TIMEOUT_S: Final = 3.0
-"""A graceful shutdown waits for calls under way, these too: no longer than that."""
+"""A graceful shutdown waits for calls in flight, and so for these questions: no longer than this."""
 _LATE_S: Final = 5.0
 _FORGET_S: Final = 60.0
-"""How long a worker that is lost is still shown."""
+"""How long a lost worker is still shown."""
 
 
 class Answer(msgspec.Struct, Generic[T]):
-    """The last that one worker told."""
+    """The last answer of one worker."""
 
     info: WorkerInfo
     value: T | None = None
     at: float = 0.0
-    """When, in the loop's time."""
+    """The time of the answer, by the loop's clock."""
     error: str = ""
-    """Why it does not answer, if it does not."""
+    """The reason why the worker does not answer; empty if it does."""
     failing_since: float | None = None
 
     def state(self, now: float) -> str:
-        """Ok, late or lost."""
+        """Return ``ok``, ``late`` or ``lost``."""
         if self.error:
             return "lost"
         return "late" if now - self.at > _LATE_S else "ok"
@@ -54,7 +54,7 @@ class GroupView(Generic[T]):
         meet: Callable[[], Awaitable[None]],
         only: str = "",
     ) -> None:
-        """``only`` asks the worker of that name, and nobody else."""
+        """``only`` is the name of the only worker to ask; empty for all workers."""
         self._agent = agent
         self._question = question
         self._decode = decode
@@ -66,11 +66,11 @@ class GroupView(Generic[T]):
 
     @property
     def under_way(self) -> int:
-        """How many have not answered yet."""
+        """The number of workers that have not answered yet."""
         return len(self._asked)
 
     async def refresh(self, patience_s: float) -> dict[str, Answer[T]]:
-        """Ask everybody who has answered before, and wait so long at most. Who is late keeps its last answer."""
+        """Ask each worker with no question pending, and wait at most ``patience_s``. Late workers keep old answers."""
         await self._meet()
         agent = self._agent
         now = agent.loop.time()
@@ -86,7 +86,7 @@ class GroupView(Generic[T]):
             self.answers[name].info = info
             if name not in self._asked and not agent.is_closing:
                 self._ask(name)
-        # not in a task of their own: what is under way stays so when whoever refreshes is cancelled
+        # questions in flight are not cancelled with the caller, so that the next refresh gets their answers
         if self._asked:
             await asyncio.wait(self._asked.values(), timeout=patience_s)
         return self.answers

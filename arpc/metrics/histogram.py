@@ -1,8 +1,8 @@
-"""Durations in fixed buckets: cheap to add to, easy to merge, precise to a fifth.
+"""Durations in fixed buckets: cheap to add to and easy to merge.
 
-Each octave of microseconds has four buckets, so that a percentile is known to within 12%, from a microsecond to 18
-minutes, in 124 numbers. The bounds are the same everywhere: what two workers counted is added bucket by bucket, and
-what happened lately is the difference of two moments.
+Each octave of microseconds has four buckets, so that a percentile is usually known to within 12%, and always to within
+25%, from a microsecond to 36 minutes, in 124 numbers. The bounds are the same everywhere: the counts of two workers are
+added bucket by bucket, and recent counts are the difference between two moments.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from typing import Final
 __all__ = ["BUCKETS", "Histogram", "SparseCounts", "difference", "merged", "quantile", "upper_bound_s"]
 
 _UNIT_NS: Final = 250
-"""A quarter of a microsecond: the first octave, from one to two microseconds, has four."""
+"""A quarter of a microsecond: the first octave, from one to two microseconds, has four of these units."""
 _UNITS_PER_S: Final = 1_000_000_000 // _UNIT_NS
 _OCTAVES: Final = 31
 BUCKETS: Final = 4 * _OCTAVES
 
 SparseCounts = dict[int, int]
-"""How many fell into each bucket, without the empty ones. This is what travels."""
+"""The count of each bucket, without the empty ones. Counts are sent in this form."""
 
 
 def upper_bound_s(index: int) -> float:
-    """Where a bucket ends, in seconds. That of the last one is never passed: what is longer counts there too."""
+    """Return the upper bound of a bucket, in seconds. The last bucket also has all longer durations."""
     octave, quarter = divmod(index, 4)
     return ((5 + quarter) << octave) / _UNITS_PER_S
 
@@ -57,7 +57,7 @@ class Histogram:
         return self.sum_ns / 1e9
 
     def add(self, duration_ns: int) -> None:
-        """Count one duration, of nanoseconds."""
+        """Count one duration, in nanoseconds."""
         self.sum_ns += duration_ns
         units = duration_ns // _UNIT_NS
         if units < 4:
@@ -72,7 +72,7 @@ class Histogram:
 
 
 def merged(parts: Iterable[Mapping[int, int]]) -> SparseCounts:
-    """The counts of several histograms together."""
+    """Return the sum of the counts of several histograms."""
     total: SparseCounts = {}
     for part in parts:
         for index, count in part.items():
@@ -81,14 +81,14 @@ def merged(parts: Iterable[Mapping[int, int]]) -> SparseCounts:
 
 
 def difference(now: Mapping[int, int], before: Mapping[int, int]) -> SparseCounts:
-    """What was counted between two moments."""
+    """Return the counts added between two moments."""
     return {index: more for index, count in now.items() if (more := count - before.get(index, 0)) > 0}
 
 
 def quantile(counts: Mapping[int, int], fraction: float) -> float | None:
-    """The duration that so large a part of all did not exceed, in seconds; None if there was none.
+    """Return the duration that this fraction of all durations did not exceed, in seconds; None if there are none.
 
-    Within a bucket the durations are taken to be spread evenly.
+    Durations are assumed to be spread evenly within a bucket.
     """
     total = sum(counts.values())
     if not total:

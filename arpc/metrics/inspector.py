@@ -1,4 +1,4 @@
-"""Looks at the parts of a worker and writes down what it sees. It changes nothing, and costs only when asked."""
+"""Snapshots of the state of a worker. Making one changes nothing, and nothing is done in between."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4
 
 
 class Traffic:
-    """Bytes to and from each peer, over all connections there have been: each of those begins at nothing."""
+    """Bytes to and from each peer, over all its connections so far: the counters of each connection begin at 0."""
 
     def __init__(self) -> None:
         self._before: dict[str, tuple[int, int]] = {}
         self._connections: dict[str, dict[object, tuple[int, int]]] = {}
         self._forgotten = (0, 0)
-        """Of peers that are remembered no more, all together."""
+        """The sum for all peers that the agent has forgotten."""
 
     def look(self, peers: Iterable[Peer]) -> None:
-        """Take note of how much there is. What goes over a connection between the last look and its end is missed."""
+        """Read the counters. Bytes between the last reading of a connection and its end are missed."""
         for peer in peers:
             name = peer.info.name
             known = self._connections.get(name, {})
@@ -68,20 +68,20 @@ class Traffic:
             self._connections.pop(name, None)
 
     def of(self, name: str) -> tuple[int, int]:
-        """Bytes sent and received."""
+        """Return the bytes sent to a peer, and received from it."""
         sent, received = self._before.get(name, (0, 0))
         known = self._connections.get(name, {}).values()
         return sent + sum(out for out, _ in known), received + sum(back for _, back in known)
 
     def total(self) -> tuple[int, int]:
-        """Bytes sent and received by all peers together."""
+        """Return the bytes sent to all peers together, and received from them."""
         both = [self.of(name) for name in self._before.keys() | self._connections.keys()]
         both.append(self._forgotten)
         return sum(sent for sent, _ in both), sum(received for _, received in both)
 
 
 class Inspector:
-    """Knows the parts of one worker."""
+    """Makes snapshots of the parts of one worker."""
 
     def __init__(
         self,
@@ -135,13 +135,13 @@ class Inspector:
         )
 
     def bytes_moved(self) -> tuple[int, int]:
-        """Sent and received over connections, and sent through shared memory, which receivers do not count."""
+        """Return bytes sent and received. Shared memory counts only as sent: receivers do not count it."""
         self.traffic.look(self.agent.peers)
         sent, received = self.traffic.total()
         return sent + (self.arena.sent_bytes if self.arena is not None else 0), received
 
     def levels(self) -> dict[str, float]:
-        """What is under way at this moment."""
+        """Return the current numbers of calls in flight and of running handlers, and the memory of the process."""
         agent = self.agent
         return {
             "in_flight": float(sum(peer.calls_in_flight for peer in agent.peers)),
@@ -150,7 +150,7 @@ class Inspector:
         }
 
     def _peer_links(self) -> list[Link]:
-        """Without those who only look."""
+        """Return the links of peers, without those of onlookers."""
         return [link for link in self.agent.connector.links if not link.is_onlooker]
 
     def _peers(self, calls: Mapping[tuple[str, str], int]) -> list[PeerSnapshot]:
@@ -178,19 +178,19 @@ class Inspector:
         return rows
 
     def _in_flight(self) -> tuple[Counter[tuple[str, str]], Counter[tuple[str, str]]]:
-        """Calls and handlers under way, by peer and function."""
+        """Count calls in flight and running handlers, by peer and function."""
         agent = self.agent
         calls = Counter(
             (peer.info.name, call.name)
             for peer in agent.peers
             for _, call in peer.calls
-            if call.function is not Inspect  # of those who look, and not of the program
+            if call.function is not Inspect  # a question of monitoring, not a call of the program
         )
         calls.update((peer.info.name, name) for peer in agent.peers for _, name, _ in peer.calls_of_threads())
         handlers = Counter(
             (link.caller.name, run.name)
             for link in self._peer_links()
-            for run in list(link.running.values())  # threads take requests out
+            for run in list(link.running.values())  # threads may remove requests meanwhile
         )
         return calls, handlers
 
@@ -258,7 +258,7 @@ def _series(
                 in_flight=under_way,
             )
         )
-    # what has never ended yet counts, too
+    # also functions of which no call has ended yet
     rows += [
         SeriesSnapshot(peer, function, 0, 0.0, {}, {}, {}, 0.0, count)
         for (peer, function), count in in_flight.items()
@@ -268,7 +268,7 @@ def _series(
 
 
 def _numbers(counted: Mapping[str, Any]) -> dict[str, int]:
-    """The numbers among the statistics of a part; of those by worker their sum."""
+    """Return the numbers among the statistics of a part; numbers by worker are summed."""
     return {
         name: sum(value.values()) if isinstance(value, dict) else int(value)
         for name, value in counted.items()
@@ -277,7 +277,7 @@ def _numbers(counted: Mapping[str, Any]) -> dict[str, int]:
 
 
 def _resident_bytes() -> int:
-    """Memory of this process; 0 where the system does not tell it cheaply."""
+    """Return the resident memory of this process; 0 where the system has no cheap way to read it."""
     try:
         return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * _PAGE_BYTES
     except (OSError, ValueError, IndexError):
@@ -285,5 +285,5 @@ def _resident_bytes() -> int:
 
 
 def loop_tasks(loop: asyncio.AbstractEventLoop) -> int:
-    """How many tasks there are on a loop."""
+    """Return the number of tasks on a loop."""
     return len(asyncio.all_tasks(loop))

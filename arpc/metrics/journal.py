@@ -1,7 +1,7 @@
-"""What a worker logged and which of its handlers failed: the last of both, to be looked at from elsewhere.
+"""The last log records and handler failures of a worker, which other workers and tools can read.
 
-It is kept only while the worker counts. Every text is cut and every list is bounded, so that a worker that logs or
-fails all day needs no more memory than one that does so once.
+The journal is kept only while the worker collects metrics. The length of every text and list is limited, so that a
+worker that logs or fails all day needs a bounded amount of memory.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ MAX_ERRORS: Final = 100
 MAX_MESSAGE: Final = 2_000
 MAX_TRACEBACK: Final = 16_000
 TEXTS_PERIOD_S: Final = 1.0
-"""A handler that fails at every call is counted each time, and described once a second: a traceback takes a while."""
+"""Failures of a handler are all counted, and described once in this period: formatting a traceback is slow."""
 
 
 class LogLine(msgspec.Struct, frozen=True):
@@ -37,12 +37,12 @@ class LogLine(msgspec.Struct, frozen=True):
     logger: str
     message: str
     peer: str = ""
-    """For whom the handler ran that logged it, if one did."""
+    """The caller of the handler that logged it; empty if none did."""
     traceback: str = ""
 
 
 class ErrorEntry(msgspec.Struct):
-    """Failures of one handler with one type of exception; caller and texts are those of ``described_s``."""
+    """Failures of one handler with one type of exception; caller and texts are of the failure at ``described_s``."""
 
     function: str
     caller: str
@@ -56,7 +56,7 @@ class ErrorEntry(msgspec.Struct):
 
 
 class WorkerLogs(msgspec.Struct, frozen=True):
-    """The last lines of one worker, the oldest first."""
+    """The last log lines of one worker, the oldest first."""
 
     worker: str
     lines: list[LogLine]
@@ -70,7 +70,7 @@ class WorkerErrors(msgspec.Struct, frozen=True):
 
 
 class Journal:
-    """Of one worker. Log records come from any thread, failures from the loop."""
+    """The journal of one worker. Log records come from any thread, failures from the loop."""
 
     def __init__(self, worker: str) -> None:
         self.worker = worker
@@ -82,7 +82,7 @@ class Journal:
         self._untap()
 
     def logs(self, level: str = "", search: str = "", limit: int = MAX_LINES) -> WorkerLogs:
-        """The last lines of at least that level that contain a text, whatever the case."""
+        """Return the last lines of at least that level that contain a text, ignoring case."""
         least = logging.getLevelNamesMapping().get(level.upper(), 0)
         wanted = search.casefold()
         found = [
@@ -96,12 +96,12 @@ class Journal:
         return WorkerErrors(self.worker, sorted(self._errors.values(), key=lambda entry: -entry.last_s))
 
     def failed(self, caller: str, function: str, error: BaseException) -> None:
-        """A handler has raised."""
+        """Record the exception of a handler."""
         if is_a(error, asyncio.CancelledError):
-            return  # somebody wanted it to end
+            return  # the handler was cancelled
         key = (function, class_name_of(error))
         now = time.time()
-        known = self._errors.pop(key, None)  # it goes to the end: what failed longest ago is dropped first
+        known = self._errors.pop(key, None)  # it is added again at the end: the oldest failure is dropped first
         if known is not None and 0 <= now - known.described_s < TEXTS_PERIOD_S:
             known.count += 1
             known.last_s = now
@@ -137,7 +137,7 @@ class Journal:
 
 
 def _without_runtime_frames(error: BaseException) -> BaseException:
-    """Cut the frames above the user's function off: they explain nothing, and the reply cuts them off too."""
+    """Remove the frames above the user's function: they explain nothing, and the reply does not have them either."""
     trace = traceback_of(error)
     while trace is not None and str(trace.tb_frame.f_globals.get("__name__", "")).startswith("arpc."):
         trace = trace.tb_next
@@ -162,5 +162,5 @@ def _traceback_of(record: logging.LogRecord) -> str:
 
 
 def _cut(text: str, most: int) -> str:
-    """Without the middle, if it is too long: the ends tell most."""
+    """Leave out the middle of a text that is too long: the ends say most."""
     return text if len(text) <= most else f"{text[: most // 2]} … {text[-most // 2 :]}"

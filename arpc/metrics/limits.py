@@ -1,4 +1,4 @@
-"""What a trace of a running group may be."""
+"""The forms and the longest duration of a trace of a running group."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Counts calls and handlers, by function and peer. In place only while somebody looks: see `metrics.service`."""
+"""Counts calls and handlers, by function and peer. Installed only while metrics are read: see `metrics.service`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from arpc.wire.values.pickler import importable_name
 __all__ = ["OTHER_FUNCTIONS", "OTHER_PEERS", "Recorder", "Series"]
 
 _MAX_SERIES: Final = 2_000
-"""Functions made anew for each call, as lambdas may be, must not fill the memory: further names share a row."""
+"""Functions created for each call, as lambdas may be, must not fill the memory: further names share a row."""
 OTHER_FUNCTIONS: Final = "(others)"
 OTHER_PEERS: Final = "(others)"
 _ROTATE_S: Final = 10.0
@@ -30,19 +30,19 @@ class Series:
     def __init__(self, now: float) -> None:
         self.durations = Histogram()
         self.errors: dict[str, int] = {}
-        """How many failed, by the name of the exception."""
+        """The number of failures, by the name of the exception's class."""
         self._before: SparseCounts = {}
         self._before_at = now
         self._middle: SparseCounts = {}
         self._middle_at = now
 
     def rotate(self, now: float) -> None:
-        """Let `recent` begin later: at the moment of the rotation before this one."""
+        """Move the beginning of `recent` to the rotation before this one."""
         self._before, self._before_at = self._middle, self._middle_at
         self._middle, self._middle_at = self.durations.sparse(), now
 
     def recent(self) -> tuple[SparseCounts, float]:
-        """What was counted lately, and since when."""
+        """Return the recent counts, and the time since which they count."""
         return difference(self.durations.sparse(), self._before), self._before_at
 
 
@@ -50,15 +50,15 @@ class Recorder:
     """The series of one worker: a `Meter` of its agent. Belongs to the loop."""
 
     def __init__(self, now: float, told: Callable[[str, str, BaseException], None] | None = None) -> None:
-        """``told`` hears of each handler that failed: its caller, its name and the error."""
+        """``told`` is called for each handler that failed, with its caller, its name and the error."""
         self.since = now
         self._told = told
         self.calls: dict[tuple[str, str], Series] = {}
-        """Made by this worker, by peer and function."""
+        """The calls of this worker, by peer and function."""
         self.handlers: dict[tuple[str, str], Series] = {}
-        """Made by others, by peer and function."""
+        """The calls of peers that this worker handles, by peer and function."""
         self._by_function: dict[tuple[str, Any], Series] = {}
-        """The first again, by the function itself: its name takes longer to find than all the rest."""
+        """The series of `calls`, by the function itself: finding its name takes longer than all the rest."""
         self._now = now
         self._rotated_at = now
 
@@ -67,7 +67,7 @@ class Recorder:
             series = self._by_function[peer, function]
         except BaseException:  # noqa: BLE001 - not known yet, or an object of a user that cannot be hashed
             if function is Inspect:
-                return  # which those who look sent, and not the program
+                return  # a question of monitoring, not a call of the program
             if function.__class__ is str:
                 series = self.calls.get((peer, function)) or self._add(self.calls, peer, function)
             else:
@@ -92,16 +92,16 @@ class Recorder:
     def _find(self, peer: str, function: Any) -> Series:
         name = name_of(function)
         series = self.calls.get((peer, name)) or self._add(self.calls, peer, name)
-        with suppress(BaseException):  # whatever an object of a user does when it is looked at
+        with suppress(BaseException):  # a user's object may raise anything when it is inspected
             if len(self._by_function) < _MAX_SERIES and importable_name(function) is not None:
-                # what is made anew for each call must not be kept alive
+                # a function that is created for each call must not be kept alive
                 self._by_function[peer, function] = series
         return series
 
     def _add(self, known: dict[tuple[str, str], Series], peer: str, function: str) -> Series:
         if len(known) >= _MAX_SERIES:
             function = OTHER_FUNCTIONS
-        if len(known) >= 2 * _MAX_SERIES:  # workers of an elastic group may come and go for ever
+        if len(known) >= 2 * _MAX_SERIES:  # workers of an elastic group may come and go forever
             peer = OTHER_PEERS
         key = (peer, function)
         if key not in known:
@@ -109,7 +109,7 @@ class Recorder:
         return known[key]
 
     def tick(self, now: float) -> None:
-        """Called each second or so: what counts as recent moves on."""
+        """Move the period of recent counts on. Called about once a second."""
         self._now = now
         if now - self._rotated_at >= _ROTATE_S:
             self._rotated_at = now
@@ -117,7 +117,7 @@ class Recorder:
                 series.rotate(now)
 
     def totals(self) -> dict[str, float]:
-        """How much there has been so far."""
+        """Return how many calls, handled requests and errors there have been so far."""
         calls, handlers = self.calls.values(), self.handlers.values()
         return {
             "calls": float(sum(series.durations.count for series in calls)),

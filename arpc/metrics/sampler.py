@@ -1,4 +1,4 @@
-"""A timer that measures how late it is, and remembers the last minute and the last hour."""
+"""A timer that measures the lag of the loop, and keeps the history of the last minute and the last hour."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ _HOUR_STEPS: Final = 360
 
 
 class Sampler:
-    """Probes the loop ten times a second, and asks for totals and levels once."""
+    """Probes the loop ten times a second, and reads totals and levels once a second."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, read: Callable[[], dict[str, float]]) -> None:
         self.history = History(_TOTALS, _LEVELS)
         self.hour = History(_TOTALS, _LEVELS, _HOUR_STEPS)
-        """In steps of ten seconds: rates are means, levels those at the end of a step, and the lag is the worst."""
+        """In steps of ten seconds: rates are means, levels are those at the end of a step, the lag is the worst."""
         self.lag_s = 0.0
         self._loop = loop
         self._read = read
@@ -41,7 +41,7 @@ class Sampler:
 
     @property
     def lag_max_s(self) -> float:
-        """The worst of the last ten seconds."""
+        """The worst lag of the last ten seconds."""
         return max(self._recent, default=0.0)
 
     def close(self) -> None:

@@ -1,7 +1,7 @@
-"""Counting, and answering those who ask. A feature of the agent like any other: handlers, and an observer while needed.
+"""The metrics of a worker and the answers to questions about them: a feature of the agent, with handlers and a meter.
 
-Nothing is counted until somebody asks, and counting stops when nobody has asked for a while, so that a group that
-nobody looks at pays nothing. `RpcOptions.metrics` and `RpcOptions.http` keep it on.
+Nothing is counted before the first question, and counting stops after a while without questions, so that a group that
+is not monitored pays nothing. `RpcOptions.metrics` and `RpcOptions.http` keep it on.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ __all__ = ["MetricsService", "RecordTrace"]
 T = TypeVar("T")
 
 RecordTrace = Callable[[float, str], Awaitable[bytes]]
-"""Seconds, and one of `TRACE_FORMS`."""
+"""A function that records a trace; its arguments are the seconds, and one of `TRACE_FORMS`."""
 
 _LEASE_S: Final = 150.0
-"""Counting goes on for so long after somebody asked: longer than the usual pause between two scrapes."""
+"""How long counting goes on after a question: longer than the usual interval between two scrapes."""
 _MEET_S: Final = 5.0
 _encode = msgspec.msgpack.Encoder().encode
 _decode_snapshot = msgspec.msgpack.Decoder(WorkerSnapshot).decode
@@ -50,7 +50,7 @@ _decode_history = msgspec.msgpack.Decoder(WorkerHistory).decode
 
 
 class MetricsService:
-    """Counts for one worker, and collects from the group when it is the one that is asked."""
+    """Counts for one worker, and collects from the whole group for questions about the group."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class MetricsService:
         members: Callable[[], Awaitable[Iterable[WorkerRecord]]] | None = None,
         record_trace: RecordTrace | None = None,
     ) -> None:
-        """``members`` asks an elastic group who has come, ``record_trace`` records a group for some seconds."""
+        """``members`` lists the workers of an elastic group, ``record_trace`` records a group for some seconds."""
         self.inspector = inspector
         self.record_trace = record_trace
         self._is_tracing = False
@@ -100,7 +100,7 @@ class MetricsService:
 
     @property
     def traffic(self) -> tuple[int, int]:
-        """Questions asked and answered by this service, which are no work: a group may shut down while they go on."""
+        """Numbers of questions asked and answered. They are no work: a group may shut down while they go on."""
         return self._snapshots.questions_asked + self._other_questions, self._answers_given
 
     # -- counting
@@ -110,7 +110,7 @@ class MetricsService:
         return self._recorder is not None
 
     def begin(self) -> None:
-        """Count from now on."""
+        """Start counting."""
         if self._recorder is not None or self._is_closed:
             return
         self._journal = Journal(self.inspector.info.name)
@@ -119,7 +119,7 @@ class MetricsService:
         self._sampler = Sampler(self._agent.loop, self._read)
 
     def end(self) -> None:
-        """Count no more, and forget what was counted."""
+        """Stop counting, and discard the counts."""
         if self._lease is not None:
             self._lease.cancel()
             self._lease = None
@@ -149,7 +149,7 @@ class MetricsService:
         }
 
     def _renew(self) -> None:
-        """Somebody looks: count for a while."""
+        """Count for a while, because a question has come."""
         self.begin()
         if self._options.metrics or self._options.http or self._is_closed:
             return
@@ -185,7 +185,7 @@ class MetricsService:
         raise ValueError(f"worker {self.inspector.info.name!r} cannot tell {what!r}: it has another version of arpc")
 
     def snapshot(self) -> WorkerSnapshot:
-        """This worker now."""
+        """Return the current state of this worker."""
         sampler = self._sampler
         tasks = loop_tasks(self._agent.loop)
         if sampler is None:
@@ -194,21 +194,21 @@ class MetricsService:
         return self.inspector.snapshot(self._recorder, lag, sampler.history.rows())
 
     def stack(self) -> WorkerStack:
-        """What waits on this worker now."""
+        """Return the handlers, calls and tasks that wait on this worker now."""
         return dump(self._agent, self.inspector.info, os.getpid())
 
     def logs(self, level: str = "", search: str = "", limit: int = 200) -> WorkerLogs:
-        """What this worker has logged lately, while it counted."""
+        """Return the last log lines of this worker, as far as it counted."""
         if self._journal is None:
             return WorkerLogs(self.inspector.info.name, [])
         return self._journal.logs(level, search, limit)
 
     def errors(self) -> WorkerErrors:
-        """Which handlers of this worker have failed, while it counted."""
+        """Return the failures of this worker's handlers, as far as it counted."""
         return WorkerErrors(self.inspector.info.name, []) if self._journal is None else self._journal.errors()
 
     def history(self) -> WorkerHistory:
-        """The last hour of this worker, or as much of it as it counted."""
+        """Return the last hour of this worker, as far as it counted."""
         sampler = self._sampler
         return WorkerHistory(self.inspector.info.name, {} if sampler is None else sampler.hour.rows())
 
@@ -221,31 +221,31 @@ class MetricsService:
     # -- the group
 
     async def snapshots(self, patience_s: float = 0.5) -> list[WorkerSnapshot]:
-        """Those of all workers that answered, now or before."""
+        """Return the last snapshots of all workers that have answered and are not lost."""
         answers = await self._snapshots.refresh(patience_s)
         return [answer.value for answer in answers.values() if answer.value is not None and not answer.error]
 
     async def summary(self, patience_s: float = 0.5) -> GroupSummary:
-        """The whole group, made for people to look at."""
+        """Return the tables of the whole group, for users."""
         answers = await self._snapshots.refresh(patience_s)
         return summarize(answers, self._agent.loop.time(), self.inspector.info.name)
 
     async def stacks(self, patience_s: float = 2.0) -> list[WorkerStack]:
-        """What waits on all workers that answer in time."""
+        """Return the handlers, calls and tasks that wait on all workers that answer in time."""
         return await self._ask(("stack",), _decode_stack, patience_s)
 
     async def group_logs(
         self, level: str = "", search: str = "", limit: int = 200, worker: str = "", patience_s: float = 2.0
     ) -> list[WorkerLogs]:
-        """The last lines of all workers that answer in time, or of one."""
+        """Return the last log lines of all workers that answer in time, or of one worker."""
         return await self._ask(("logs", level, search, limit), _decode_logs, patience_s, worker)
 
     async def group_errors(self, worker: str = "", patience_s: float = 2.0) -> list[WorkerErrors]:
-        """The failed handlers of all workers that answer in time, or of one."""
+        """Return the handler failures of all workers that answer in time, or of one worker."""
         return await self._ask(("errors",), _decode_errors, patience_s, worker)
 
     async def group_history(self, worker: str = "", patience_s: float = 2.0) -> list[WorkerHistory]:
-        """The last hour of all workers that answer in time, or of one."""
+        """Return the last hour of all workers that answer in time, or of one worker."""
         return await self._ask(("history",), _decode_history, patience_s, worker)
 
     async def _ask(
@@ -260,7 +260,10 @@ class MetricsService:
             view.close()
 
     async def trace(self, seconds: float, form: str = "json") -> bytes:
-        """What all workers did for some seconds, as ``json`` for Perfetto or as a page of ``html``. One at a time."""
+        """Record all workers for some seconds, as ``json`` for Perfetto or as a page of ``html``.
+
+        Raises `OverloadedError` while another trace is recorded.
+        """
         if self.record_trace is None:
             raise UnsupportedError(f"worker {self.inspector.info.name!r} cannot record: it has no profiler")
         if form not in TRACE_FORMS or not 0 < seconds <= MAX_TRACE_S:
@@ -277,7 +280,7 @@ class MetricsService:
             self._is_tracing = False
 
     async def _meet(self) -> None:
-        """Hear of workers that have come to an elastic group."""
+        """Add the workers that have joined an elastic group."""
         now = self._agent.loop.time()
         if self._members is None or now - self._met_at < _MEET_S:
             return
@@ -286,7 +289,7 @@ class MetricsService:
             async with asyncio.timeout(1.0):
                 records = await self._members()
         except (RendezvousError, OSError, TimeoutError):
-            return  # those who are known are enough
+            return  # the known workers are enough
         for record in records:
             if not self._agent.is_closing:
                 self._agent.add_peer(record)

@@ -1,4 +1,4 @@
-"""What a worker tells of itself when it is asked: the shapes of the answers. They travel as msgpack, or as JSON."""
+"""The structures of a worker's answers about its state. They are sent as msgpack, or as JSON."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ class SeriesSnapshot(msgspec.Struct, frozen=True):
     durations: SparseCounts
     recent: SparseCounts
     recent_s: float
-    """How long the time was in which those were counted."""
+    """The seconds in which ``recent`` was counted."""
     in_flight: int
 
 
 class PeerSnapshot(msgspec.Struct, frozen=True):
-    """A connection to another worker, or to this one itself."""
+    """A peer, which may be this worker itself, and the connection to it."""
 
     name: str
     state: str
@@ -50,7 +50,7 @@ class PeerSnapshot(msgspec.Struct, frozen=True):
 
 
 class ExecutorSnapshot(msgspec.Struct, frozen=True):
-    """Who runs handlers."""
+    """The thread pool and the handlers of a worker."""
 
     threads: int
     threads_max: int
@@ -66,17 +66,17 @@ class ExecutorSnapshot(msgspec.Struct, frozen=True):
 
 
 class LoopSnapshot(msgspec.Struct, frozen=True):
-    """How late the loop is."""
+    """The lag of the loop, and its tasks."""
 
     lag_s: float
-    """Of the last probe."""
+    """The lag at the last probe."""
     lag_max_s: float
-    """The worst of the last ten seconds or so."""
+    """The worst lag of the last ten seconds or so."""
     tasks: int
 
 
 class RRefGroup(msgspec.Struct, frozen=True):
-    """RRefs of one kind."""
+    """RRefs of one role, owner, type and state."""
 
     role: str
     owner: str
@@ -88,7 +88,7 @@ class RRefGroup(msgspec.Struct, frozen=True):
 
 
 class ContextSnapshot(msgspec.Struct, frozen=True):
-    """An autograd context as this worker knows it."""
+    """The state of an autograd context on one worker."""
 
     id: int
     creator: int
@@ -107,7 +107,7 @@ class WorkerHistory(msgspec.Struct, frozen=True):
 
 
 class WorkerSnapshot(msgspec.Struct, frozen=True):
-    """Everything of one worker."""
+    """The state of one worker."""
 
     name: str
     id: int
@@ -116,7 +116,7 @@ class WorkerSnapshot(msgspec.Struct, frozen=True):
     version: str
     state: str
     time_s: float
-    """Unix time there."""
+    """The Unix time on that worker."""
     uptime_s: float
     counting_s: float
     """How long calls have been counted."""

@@ -1,9 +1,9 @@
-"""What is awaited: every handler and every call of a worker, with its chain of awaits, its deadline and its caller.
+"""Await stacks: every handler and every call of a worker, with its chain of awaits, its deadline and its caller.
 
-asyncio can print the stack of a task, which ends at the first coroutine that a handler awaits through something that is
-not one, and knows nothing of the call that it waits for on another worker. Here the chain is followed through
-coroutines, generators and async generators, and its end is matched with the calls in flight; so that the dumps of two
-workers join: the handler that a call waits for has the same caller and the same call id.
+asyncio can print the stack of a task, but it stops at the first awaitable that is not a coroutine, and does not have
+the call that the task waits for on another worker. Here the chain is followed through coroutines, generators and async
+generators, and its end is matched with the calls in flight. So the dumps of two workers can be joined: the handler that
+a call waits for has the same caller and the same call id.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ __all__ = ["AwaitedCall", "CallStack", "HandlerStack", "TaskStack", "WorkerStack
 
 _MAX_FRAMES: Final = 64
 _MAX_ROWS: Final = 2_000
-"""A worker with a hundred thousand calls in flight tells of some, and how many there are."""
+"""A worker with a hundred thousand calls in flight reports some of them, and how many it leaves out."""
 _OWN: Final = str(Path(__file__).parents[1]) + os.sep
 _ASYNCIO: Final = str(Path(asyncio.__file__).parent) + os.sep
 _SERVER: Final = f"{os.sep}aiohttp{os.sep}web_"
 
 
 class AwaitedCall(msgspec.Struct, frozen=True):
-    """Which call a handler or a task waits for."""
+    """The call that a handler or a task waits for."""
 
     to: str
     id: int
@@ -57,11 +57,11 @@ class HandlerStack(msgspec.Struct, frozen=True):
     kind: str
     """coroutine, thread, stream, or queued if it has not begun."""
     age_s: float | None
-    """None if it has no deadline, so that nobody looked at the clock when it came."""
+    """Seconds since its timeout began; None if it has no deadline, because the clock is then not read."""
     left_s: float | None
-    """Until its deadline; None if it has none."""
+    """Seconds until its deadline; None if it has none."""
     frames: list[str]
-    """Outermost first."""
+    """The frames of its chain of awaits, or of its thread, outermost first."""
     awaits: AwaitedCall | None
 
 
@@ -72,12 +72,12 @@ class CallStack(msgspec.Struct, frozen=True):
     to: str
     function: str
     state: str
-    """sent; or waiting for a connection, or for room in the window."""
+    """sent, or waiting: for a connection, or for room in the window."""
     left_s: float | None
 
 
 class TaskStack(msgspec.Struct, frozen=True):
-    """A task of the program's own."""
+    """A task of the program itself, which runs no handler."""
 
     name: str
     frames: list[str]
@@ -85,7 +85,7 @@ class TaskStack(msgspec.Struct, frozen=True):
 
 
 class WorkerStack(msgspec.Struct, frozen=True):
-    """All of one worker."""
+    """All handlers, calls and tasks of one worker."""
 
     name: str
     id: int
@@ -95,13 +95,13 @@ class WorkerStack(msgspec.Struct, frozen=True):
     calls: list[CallStack]
     tasks: list[TaskStack]
     requests_waiting: int
-    """Packed still: their callers have too many others running."""
+    """The number of requests that have not begun because their callers have too many others running."""
     not_told: int
-    """Handlers, calls and tasks beyond the first two thousand of each."""
+    """The number of handlers, calls and tasks left out: those beyond the first two thousand of each."""
 
 
 def dump(agent: Agent, info: WorkerInfo, pid: int) -> WorkerStack:
-    """Everything that waits on this worker now. Called on its loop."""
+    """Return all handlers, calls and tasks that wait on this worker now. Must be called on its loop."""
     now = agent.loop.time()
     awaited = {
         id(future): AwaitedCall(peer.info.name, call_id, call.name)
@@ -149,7 +149,7 @@ def dump(agent: Agent, info: WorkerInfo, pid: int) -> WorkerStack:
 def _handler(
     link: Link, run: Run, now: float, awaited: Mapping[int, AwaitedCall], threads: Mapping[int, list[str]]
 ) -> HandlerStack:
-    deadline = run.due  # `deadline` would begin to count it from now on
+    deadline = run.due  # reading `deadline` could start the timeout now
     left_s = None if deadline is None else deadline - now
     frames = list(_chain_of(run.coroutine))
     kind = "stream" if run.producer is not None else "coroutine"
@@ -157,7 +157,7 @@ def _handler(
         frames = threads.get(id(run), [])
         kind = "thread" if frames else "queued"
     elif run.producer is not None:
-        frames = [*frames, *_chain_of(run.producer._iterable)]  # noqa: SLF001 - only to look
+        frames = [*frames, *_chain_of(run.producer._iterable)]  # noqa: SLF001 - only to read it
     return HandlerStack(
         id=run.id,
         caller=link.caller.name,
@@ -177,7 +177,7 @@ def _call(to: str, call_id: int, call: Call, now: float) -> CallStack:
 
 
 def _futures_of(call: Call) -> Iterator[object]:
-    """What those wait for who wait for a call: its future, or one of whoever hears of its end."""
+    """Yield the futures that code may await for a call: its own, and those of the objects that its callbacks notify."""
     future = call.recipient
     yield future
     hearers = [getattr(callback, "__self__", None) for callback, _ in getattr(future, "_callbacks", None) or ()]
@@ -192,7 +192,7 @@ def _awaited_by(task: asyncio.Task[Any], awaited: Mapping[int, AwaitedCall]) -> 
 
 
 def _is_internal(task: asyncio.Task[Any]) -> bool:
-    """Whether a task is the runtime's own, or of the server of its page."""
+    """Return whether a task belongs to the runtime, or to the server of its dashboard."""
     files = [frame.f_code.co_filename for frame, _ in _frames(task.get_coro())]
     if not files or task.get_name().startswith("arpc-"):
         return True
@@ -200,7 +200,7 @@ def _is_internal(task: asyncio.Task[Any]) -> bool:
 
 
 def await_chain(awaitable: Any) -> list[str]:
-    """The frames of a suspended coroutine and of all that it awaits, outermost first.
+    """Return the frames of a suspended coroutine and of everything that it awaits, outermost first.
 
     >>> import asyncio
     >>> async def inner():
@@ -220,14 +220,14 @@ def await_chain(awaitable: Any) -> list[str]:
 
 
 def _chain_of(awaitable: Any) -> Iterator[str]:
-    """Those of the program: what the runtime puts around and below them says nothing to its author."""
+    """Yield the frames of the program only: those of the runtime around and below them do not help its author."""
     for frame, line in _frames(awaitable):
         if not frame.f_code.co_filename.startswith(_OWN):
             yield _describe(frame, line)
 
 
 def _frames(awaitable: Any) -> Iterator[tuple[FrameType, int]]:
-    """Follow what is awaited. One that runs at this moment, or has ended, is where the chain ends."""
+    """Follow a chain of awaits. It ends at an awaitable that runs at this moment, or has ended."""
     for _ in range(_MAX_FRAMES):
         for frame_name, next_name in (
             ("cr_frame", "cr_await"),
@@ -240,7 +240,7 @@ def _frames(awaitable: Any) -> Iterator[tuple[FrameType, int]]:
                 awaitable = getattr(awaitable, next_name, None)
                 break
         else:
-            # what an async generator's step awaits is not told; nor what a future waits for
+            # Python does not show what a step of an async generator awaits, nor what a future waits for
             return
 
 
@@ -250,12 +250,12 @@ def _describe(frame: FrameType, line: int) -> str:
 
 
 def _short(path: str) -> str:
-    """The last parts of a path, enough to find the file."""
+    """Return the last parts of a path, enough to find the file."""
     return "/".join(path.replace("\\", "/").split("/")[-3:])
 
 
 def _frames_by_run() -> dict[int, list[str]]:
-    """The stacks of threads that run a plain function, by the request that they run it for."""
+    """Return the stacks of threads that run a plain function, by the request that each runs it for."""
     found: dict[int, list[str]] = {}
     for top in frames_of_threads().values():
         stack: list[str] = []

@@ -1,4 +1,4 @@
-"""Snapshots of many workers, made into the tables that people look at. Pure: snapshots in, tables out."""
+"""Tables for users, made from the snapshots of many workers. Pure: snapshots in, tables out."""
 
 from __future__ import annotations
 
@@ -41,25 +41,25 @@ class Latency(msgspec.Struct, frozen=True):
 
 
 class SeriesRow(msgspec.Struct, frozen=True):
-    """Calls of a function, between two workers, or both: what is empty stands for all."""
+    """Calls of a function, between two workers, or both: an empty field stands for all."""
 
     function: str
     caller: str
     callee: str
     per_s: float
-    """Of the last ten to twenty seconds, as the percentiles are."""
+    """The rate over the last ten to twenty seconds, as are the percentiles."""
     count: int
     errors: int
     error_types: dict[str, int]
     in_flight: int
     busy: float
-    """Seconds of waiting per second: how many are under way on average."""
+    """Seconds of waiting per second: the average number of calls in flight."""
     latency: Latency
-    """As the caller sees it."""
+    """The latency as the caller measures it."""
 
 
 class WorkerRow(msgspec.Struct, frozen=True):
-    """One worker in a line."""
+    """One worker, as a row."""
 
     name: str
     id: int
@@ -67,7 +67,7 @@ class WorkerRow(msgspec.Struct, frozen=True):
     """ok, late (has not answered for five seconds), lost, starting or closing."""
     error: str
     answered_s: float
-    """How long ago it answered."""
+    """Seconds since its last answer."""
     host: str = ""
     pid: int = 0
     version: str = ""
@@ -89,7 +89,7 @@ class WorkerRow(msgspec.Struct, frozen=True):
     tasks: int = 0
     memory_bytes: int = 0
     cpus: float = 0.0
-    """How many CPUs its process keeps busy."""
+    """The number of CPUs that its process keeps busy."""
     rrefs_owned: int = 0
     rrefs_used: int = 0
     contexts: int = 0
@@ -97,13 +97,13 @@ class WorkerRow(msgspec.Struct, frozen=True):
     reconnects: int = 0
     peers_given_up: int = 0
     latency: Latency = Latency(None, None, None)
-    """Of the calls that it handles."""
+    """The latency of the calls that it handles."""
     shared_memory: dict[str, int] = {}
     history: dict[str, list[float]] = {}
 
 
 class PairRow(msgspec.Struct, frozen=True):
-    """Everything one worker calls on another: an edge of the call graph."""
+    """All calls of one worker to another: an edge of the call graph."""
 
     caller: str
     callee: str
@@ -121,21 +121,21 @@ class PairRow(msgspec.Struct, frozen=True):
 
 
 class RRefTableRow(msgspec.Struct, frozen=True):
-    """Values of one type on one owner."""
+    """Values of one type and state on one owner."""
 
     owner: str
     type: str
     state: str
     count: int
     forks: int
-    """How many handles of other workers the owner counts."""
+    """The number of forks on other workers that the owner counts."""
     oldest_s: float
     users: dict[str, int]
-    """Which workers use values of this owner, whatever their type: a user does not know it."""
+    """How many values of this owner each worker uses, whatever their type: a user does not know the type."""
 
 
 class ContextRow(msgspec.Struct, frozen=True):
-    """An autograd context over the group."""
+    """An autograd context, over all workers of the group."""
 
     id: int
     creator: str
@@ -148,7 +148,7 @@ class ContextRow(msgspec.Struct, frozen=True):
 
 
 class GroupSummary(msgspec.Struct, frozen=True):
-    """The group at one moment."""
+    """The state of the group at one moment."""
 
     served_by: str
     version: str
@@ -170,7 +170,7 @@ class GroupSummary(msgspec.Struct, frozen=True):
 
 
 def summarize(answers: Mapping[str, Answer[WorkerSnapshot]], now: float, served_by: str) -> GroupSummary:
-    """The tables. A worker that is lost has a line, and its last numbers are left out of the sums."""
+    """Return the tables. A lost worker has a row, and its last numbers are left out of the sums."""
     ordered = sorted(answers.values(), key=lambda answer: answer.info.id)
     alive = [answer.value for answer in ordered if answer.value is not None and not answer.error]
     workers = [_worker_row(answer, now) for answer in ordered]
@@ -202,7 +202,7 @@ def _worker_row(answer: Answer[WorkerSnapshot], now: float) -> WorkerRow:
     name, worker_id, worker = answer.info.name, answer.info.id, answer.value
     answered_s = max(0.0, now - answer.at)
     if worker is None:
-        # it has just been asked for the first time, or never answered
+        # the worker has just been asked for the first time, or has never answered
         return WorkerRow(name, worker_id, state if state != "ok" else "starting", answer.error, answered_s)
     executor, history = worker.executor, worker.history
     return WorkerRow(
@@ -250,7 +250,7 @@ def _last(history: Mapping[str, list[float]], name: str) -> float:
 
 
 def join_histories(histories: Iterable[Mapping[str, list[float]]]) -> dict[str, list[float]]:
-    """That of the group: sums, and the worst lag. Workers may have begun to count at different times."""
+    """Return the history of the group: sums, and the worst lag. Workers may have begun to count at different times."""
     joined: dict[str, list[float]] = {}
     for history in histories:
         for name, values in history.items():
@@ -301,7 +301,7 @@ def _pairs(alive: Iterable[WorkerSnapshot]) -> list[PairRow]:
         for peer in worker.peers:
             parts = by_callee.get(peer.name, [])
             if not parts and not peer.sent_bytes:
-                continue  # they have never met
+                continue  # they have exchanged nothing yet
             row = _series_row("", worker.name, peer.name, parts)
             rows.append(
                 PairRow(

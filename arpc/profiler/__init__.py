@@ -1,8 +1,8 @@
-"""Profiles that reach over calls.
+"""Profiles that include remote calls.
 
-Inside ``torch.profiler.profile()`` and its older siblings, calls are recorded with all that they ran elsewhere.
-`profile` makes one trace over all workers that a block touches, and `server_profile` tells what a worker runs for
-others.
+Inside ``torch.profiler.profile()`` and torch's older profilers, calls are recorded with the operators that they ran on
+other workers. `profile` makes one trace of all workers that the calls of a block reach, and `server_profile` records
+what a worker runs for its callers.
 """
 
 from arpc.profiler.clocks import Clock

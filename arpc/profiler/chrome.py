@@ -1,4 +1,4 @@
-"""The format of chrome://tracing, which Perfetto reads too."""
+"""Traces in the format of chrome://tracing, which Perfetto reads too."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["chrome_trace"]
 
 
 def chrome_trace(trace: Trace) -> dict[str, Any]:
-    """One process for each worker, one thread for each of its lanes, and arrows from call to handler and back."""
+    """Return the trace: a process for each worker, a thread for each lane, arrows from call to handler and back."""
     events: list[dict[str, Any]] = []
     places: dict[int, tuple[int, int]] = {}
     for worker in trace.workers:

@@ -1,8 +1,8 @@
-"""How much the clocks of two workers differ, and how sure that is.
+"""Estimates of the offset between the clocks of two workers, and of its error.
 
-A worker is asked for its time. The answer was true at some moment between the question and its arrival; the best guess
-is the middle, and it is wrong by at most half of the round trip. Of several round trips the shortest counts. Calls that
-were made meanwhile narrow it down: a handler began after its call and ended before it.
+A worker is asked for its time. It read its clock at some moment between request and reply; the best estimate is the
+middle, which is off by at most half of the round trip. The shortest of several round trips is used. Calls that were
+made meanwhile narrow the estimate: a handler began after its call and ended before it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _ROUND_TRIPS: Final = 8
 
 
 class Clock(NamedTuple):
-    """Another worker's clock: its time minus ours, give or take the error."""
+    """Another worker's clock: its time minus this worker's, plus or minus the error."""
 
     offset_ns: int
     error_ns: int
@@ -28,7 +28,7 @@ HERE: Final = Clock(0, 0)
 
 
 async def measure_clock(ask: Callable[[], Awaitable[int]], round_trips: int = _ROUND_TRIPS) -> Clock:
-    """Ask a worker for its time, a few times."""
+    """Ask a worker for its time, a few times, and return the best estimate of its clock."""
     best: Clock | None = None
     for _ in range(round_trips):
         before_ns = _now()
@@ -42,11 +42,11 @@ async def measure_clock(ask: Callable[[], Awaitable[int]], round_trips: int = _R
 
 
 def narrow(clock: Clock, pairs: Iterable[tuple[tuple[int, int], tuple[int, int]]]) -> Clock:
-    """A better guess by calls, each as (beginning, end) here and (beginning, end) of its handler there."""
+    """Narrow an estimate by calls, each as (beginning, end) here and (beginning, end) of its handler there."""
     low, high = clock.offset_ns - clock.error_ns, clock.offset_ns + clock.error_ns
     for (call_began, call_ended), (handler_began, handler_ended) in pairs:
         low = max(low, handler_ended - call_ended)
         high = min(high, handler_began - call_began)
-    if low > high:  # the clocks do not run at the same pace; what was measured last is as good as anything
+    if low > high:  # the clocks do not run at the same pace: keep the measured estimate
         return clock
     return Clock((low + high) // 2, (high - low + 1) // 2)

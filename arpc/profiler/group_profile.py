@@ -1,4 +1,4 @@
-"""`profile`: one trace over all workers that the calls made in a block touch."""
+"""`profile`: one trace of all workers that the calls of a block reach."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 __all__ = ["profile", "record_group"]
 
 _COLLECT_S: Final = 10.0
-"""How long a worker may take to hand over what it has recorded."""
+"""How long a worker may take to send its record."""
 _LONGEST_S: Final = 600.0
 
 
 class profile:  # noqa: N801 - used like a function, as torch's own
-    """``async with arpc.profiler.profile() as prof:`` records what every worker does that the block touches.
+    """``async with arpc.profiler.profile() as prof:`` records all workers that the calls of the block reach.
 
     ::
 
@@ -66,13 +66,13 @@ class profile:  # noqa: N801 - used like a function, as torch's own
 
     # -- the block
 
-    if not TYPE_CHECKING:  # a type checker says so before
+    if not TYPE_CHECKING:  # a type checker reports these mistakes itself
 
         def __enter__(self) -> NoReturn:
             raise TypeError("it takes other workers to begin and to end it: use `async with arpc.profiler.profile()`")
 
         def __exit__(self, *_: object) -> None:
-            pass  # Python looks for it before it enters
+            pass  # Python looks it up before it calls __enter__
 
     async def __aenter__(self) -> Self:
         if self._tracer is not None:
@@ -83,18 +83,18 @@ class profile:  # noqa: N801 - used like a function, as torch's own
         header = TraceHeader(
             tracer.new_id(), tracer.info.name, self._longest_s, self._config, has_operators=self._has_operators
         )
-        function_name(len)  # the first time takes a while, and is none of what is looked at
+        function_name(len)  # the first call is slow, and must not be part of the trace
         self._start_ns = time.perf_counter_ns()
         self._recorder = recorder = tracer.join(header)
-        assert recorder is not None  # nobody has left a trace that is new
+        assert recorder is not None  # this worker cannot have left a new trace
         if self._everyone:
             names = [peer.info.name for peer in tracer.agent.peers if peer.info.name != tracer.info.name]
             orders = [tracer.ask(name, START, header, timeout_s=_COLLECT_S) for name in names]
             recorder.touched.update(names)
             try:
-                await asyncio.gather(*orders, return_exceptions=True)  # who does not answer will be missing in the end
+                await asyncio.gather(*orders, return_exceptions=True)  # workers that do not answer will be `missing`
             except BaseException:
-                tracer.leave(header.trace_id)  # there will be no block to end
+                tracer.leave(header.trace_id)  # the block, whose end would do this, is not entered
                 raise
         recorder.begin_own()
         return self
@@ -121,7 +121,7 @@ class profile:  # noqa: N801 - used like a function, as torch's own
 
     @property
     def missing(self) -> dict[str, str]:
-        """Workers that took part and could not be asked, with the reason."""
+        """The workers whose records could not be collected, with the reason."""
         return self.trace.missing
 
     def events(self) -> EventList:
@@ -129,7 +129,7 @@ class profile:  # noqa: N801 - used like a function, as torch's own
         return self.trace.events()
 
     def key_averages(self, group_by_input_shape: bool = False) -> EventList:
-        """What took how long in all, as ``torch.profiler.profile.key_averages``; each worker's apart."""
+        """Return total times, like ``torch.profiler.profile.key_averages``, separately for each worker."""
         return self.trace.key_averages(group_by_input_shape)
 
     def export_chrome_trace(self, path: str | Path) -> None:
@@ -137,14 +137,14 @@ class profile:  # noqa: N801 - used like a function, as torch's own
         self.trace.export_chrome_trace(path)
 
     def export_html(self, path: str | Path, title: str = "arpc trace") -> None:
-        """Write a page that any browser opens, with nothing else at hand."""
+        """Write a self-contained page that any browser opens."""
         self.trace.export_html(path, title)
 
 
 async def _collect(
     tracer: Tracer, here: WorkerRecord, trace_id: int
 ) -> tuple[list[WorkerRecord], dict[str, Clock], dict[str, str]]:
-    """Ask everyone who was touched, and everyone whom they touched."""
+    """Collect the records of all workers that this one reached, and of all that those reached in turn."""
     records: dict[str, WorkerRecord] = {}
     clocks: dict[str, Clock] = {}
     missing: dict[str, str] = {}
@@ -170,9 +170,9 @@ async def _collect(
 
 
 async def record_group(worker: Any, seconds: float, *, operators: bool = True) -> Trace:
-    """Record what all workers that ``worker`` knows do for some time, in one trace.
+    """Record all workers that ``worker`` knows for some seconds, in one trace.
 
-    This is for tools: nothing needs to be changed in the program that is looked at.
+    This is for tools: the observed program needs no change.
     """
 
     async def record() -> Trace:

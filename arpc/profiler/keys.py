@@ -1,4 +1,4 @@
-"""Names of profiled calls, and which one is being made."""
+"""Profiling keys: the names of profiled calls, and the key of the call that is being made."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from arpc.torchjit import ScriptFunction, find_builtin
 __all__ = ["REMOTE_OP", "RemoteProfilerManager", "call_key", "function_name"]
 
 REMOTE_OP: Final = "#remote_op: "
-"""Between the key of a call and the name of an operator that it ran."""
+"""The separator between the key of a call and the name of an operator that it ran."""
 
 _current_key: ContextVar[str | None] = ContextVar("arpc.profiler.key", default=None)
 
 
 class RemoteProfilerManager:
-    """The profiling keys of one worker: the key of the call that is being made, and those of calls under way.
+    """The profiling keys of one worker: the key of the call that is being made, and those of calls in flight.
 
-    The current key is a context variable. Tasks that take turns on a loop do not see each other's; it survives awaits,
+    The current key is a context variable. Concurrent tasks on a loop do not see each other's key; it survives awaits,
     and child tasks and threads started with `arpc.to_thread` inherit it.
 
     >>> manager = RemoteProfilerManager(worker_id=1)
@@ -36,7 +36,7 @@ class RemoteProfilerManager:
         self._keys: dict[int, str] = {}
 
     def set_current_key(self, key: str) -> None:
-        """Name the call that is made next. `ProfilerError` if another is named already: unset that first."""
+        """Set the key of the next call. Raises `ProfilerError` if one is set already: unset it first."""
         if (known := _current_key.get()) is not None:
             raise ProfilerError(f"the current profiling key is {known!r} already: unset it before setting {key!r}")
         _current_key.set(key)
@@ -48,29 +48,29 @@ class RemoteProfilerManager:
         _current_key.set(None)
 
     def current_key(self) -> str:
-        """The current key; `ProfilerError` if there is none."""
+        """Return the current key. Raises `ProfilerError` if there is none."""
         key = _current_key.get()
         if key is None:
             raise ProfilerError("there is no current profiling key: set one first")
         return key
 
     def next_id(self) -> int:
-        """An id that no other profiled call of the group has: ``worker << 48``, and counting up."""
+        """Return an id that no other profiled call of the group has: ``worker << 48``, and counting up."""
         return self._ids.next_number()
 
     def save_key(self, profiling_id: int, key: str) -> None:
-        """Remember the key of a call under way. The first one for an id stays."""
+        """Store the key of a call in flight. The first key for an id is kept."""
         self._keys.setdefault(profiling_id, key)
 
     def key_of(self, profiling_id: int) -> str:
-        """The key of a call under way; `ProfilerError` if it has none."""
+        """Return the key of a call in flight. Raises `ProfilerError` if it has none."""
         try:
             return self._keys[profiling_id]
         except KeyError:
             raise ProfilerError(f"no profiled call {profiling_id} is under way here") from None
 
     def erase_key(self, profiling_id: int) -> None:
-        """Forget the key of a call that has ended; `ProfilerError` if it has none."""
+        """Remove the key of a call that has ended. Raises `ProfilerError` if it has none."""
         if self._keys.pop(profiling_id, None) is None:
             raise ProfilerError(f"no profiled call {profiling_id} is under way here")
 
@@ -79,9 +79,10 @@ class RemoteProfilerManager:
 
 
 def function_name(function: Any) -> str:
-    """How profiles name a function: an operator of torch as ``aten::add``, a script function with its module.
+    """Return the name of a function in profiles: for an operator of torch, such as ``aten::add``.
 
-    A name, as that of a method of a remote value, stands for itself.
+    A script function is named with its module. A string, such as the name of a method of a remote value, is returned
+    unchanged.
     """
     if isinstance(function, str):
         return function
@@ -89,13 +90,13 @@ def function_name(function: Any) -> str:
         return str(function.qualified_name)
     try:
         builtin = find_builtin(function)
-    except TypeError:  # it cannot be looked up
+    except TypeError:  # a callable that cannot be looked up
         builtin = None
     return builtin or name_of(function)
 
 
 def call_key(request: Outgoing, caller: str) -> str:
-    """What a profile calls a request."""
+    """Return the name of a request in profiles."""
     if request.kind is Kind.FETCH:
         return f"to_here#({caller})->({request.peer.name})"
     if request.kind is Kind.BACKWARD:

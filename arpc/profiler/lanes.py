@@ -1,4 +1,4 @@
-"""Where each span is drawn: things that overlap without one being inside the other need lanes of their own."""
+"""The lanes in which spans are drawn: spans that overlap without one being inside the other need separate lanes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Drawn: TypeAlias = Span | Operator
 
 
 class Bar(NamedTuple):
-    """Something drawn in a lane, so many levels below its top."""
+    """A span or operator drawn in a lane, ``depth`` levels below its top."""
 
     drawn: Drawn
     depth: int
@@ -28,7 +28,7 @@ class Lane(NamedTuple):
 
 
 class _Block(NamedTuple):
-    """What stays together in one lane: a span with what it ran."""
+    """Bars that stay together in one lane: a span with the operators that it ran."""
 
     start_ns: int
     end_ns: int
@@ -36,7 +36,7 @@ class _Block(NamedTuple):
 
 
 def lanes_of(worker: WorkerRecord) -> list[Lane]:
-    """The lanes of one worker: its own code, what it called, what it was called for, its backward passes."""
+    """Return the lanes of one worker: its own code, its calls, its handlers, its backward passes, other threads."""
     lanes: list[Lane] = []
     own, overflow = _nested(worker.operators)
     if own:
@@ -56,7 +56,7 @@ def lanes_of(worker: WorkerRecord) -> list[Lane]:
 
 
 def _nested(operators: Iterable[Operator], within: Span | None = None) -> tuple[list[Bar], list[Operator]]:
-    """Those that are beside or inside each other, as bars, and those that are neither."""
+    """Return the operators that are beside or inside each other, as bars, and the rest."""
     bars: list[Bar] = []
     others: list[Operator] = []
     open_ends: list[int] = []
@@ -76,7 +76,7 @@ def _nested(operators: Iterable[Operator], within: Span | None = None) -> tuple[
 
 
 def _packed(blocks: Sequence[_Block]) -> list[list[Bar]]:
-    """As few lanes as possible, each in the order of time."""
+    """Distribute blocks over as few lanes as possible, each in the order of time."""
     lanes: list[list[Bar]] = []
     free_from: list[int] = []
     for block in sorted(blocks, key=lambda block: (block.start_ns, -block.end_ns)):

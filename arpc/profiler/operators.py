@@ -1,9 +1,8 @@
-"""What a piece of work ran on its worker, operator by operator.
+"""Records the torch operators that a piece of work, such as a handler, runs on its worker.
 
-Torch's profilers know threads or processes. A handler is neither: its steps take turns on the loop with those of
-others, and some run in threads. So the profiler that belongs to a thread (the one torch calls legacy) is switched on
-for each step of a handler and off after it, and what it has recorded is put together again. That takes a few
-microseconds a step.
+Torch's profilers record threads or processes. A handler is neither: its steps are interleaved with those of other
+handlers on the loop, and some run in threads. So the profiler of a thread (the one torch calls legacy) is switched on
+for each step of a handler and off after it, and its records are joined. That takes a few microseconds a step.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _now = time.perf_counter_ns
 
 
 class RecorderConfig(NamedTuple):
-    """What is recorded of each operator besides its name and time."""
+    """The data to record of each operator, besides its name and time."""
 
     record_shapes: bool = False
     profile_memory: bool = False
@@ -44,11 +43,11 @@ class RecorderConfig(NamedTuple):
 
 
 class Operator(msgspec.Struct, array_like=True):
-    """One operator, or a labelled range, on the worker that ran it. This is how it travels."""
+    """One operator, or a labelled range, on the worker that ran it, in the form in which it is sent."""
 
     name: str
     start_ns: int
-    """In the time of ``time.perf_counter_ns`` there; of the receiver, once it has come."""
+    """By ``time.perf_counter_ns`` of that worker, or of the receiver, once it has been received."""
     end_ns: int
     thread: int
     node_id: int
@@ -60,17 +59,17 @@ class Operator(msgspec.Struct, array_like=True):
     fwd_thread: int = 0
     scope: int = 0
     is_async: bool = False
-    """It covers an await: other things ran meanwhile on its thread."""
+    """Whether it covers an await, so that other code ran on its thread meanwhile."""
 
     def moved(self, by_ns: int, prefix: str = "") -> Operator:
-        """This operator on another clock, with something before its name."""
+        """Return this operator on another clock, with a prefix before its name."""
         return msgspec.structs.replace(
             self, name=prefix + self.name, start_ns=self.start_ns + by_ns, end_ns=self.end_ns + by_ns
         )
 
 
 class _Piece(NamedTuple):
-    """What one step has recorded."""
+    """The records of one step."""
 
     began_ns: int
     ended_ns: int
@@ -78,7 +77,7 @@ class _Piece(NamedTuple):
 
 
 class _OnThread(threading.local):
-    """Whose step runs on this thread, and since when it records."""
+    """The recorder whose step runs on this thread, and since when it records; 0 while it does not."""
 
     recorder: OperatorRecorder | None = None
     began_ns: int = 0
@@ -88,11 +87,10 @@ _on_thread = _OnThread()
 
 
 class OperatorRecorder:
-    """Records what runs in the steps of one piece of work; it is what `torchstate.Steps` asks for.
+    """Records the operators in the steps of one piece of work; implements `torchstate.Steps`.
 
-    Several may want to know what it records: each has a list of its own. Steps of another recorder in the middle of a
-    step of this one belong to the other. A step on a thread that torch profiles already leaves nothing here: that
-    profile has it.
+    Each subscriber has a list of its own. Steps of another recorder in the middle of a step of this one belong to the
+    other. A step on a thread that torch profiles already is not recorded here: that profile has it.
     """
 
     def __init__(self, node_id: int) -> None:
@@ -104,7 +102,7 @@ class OperatorRecorder:
         self.is_closed = False
 
     def subscribe(self, config: RecorderConfig) -> list[Operator]:
-        """A list for what is recorded, as of the next `collect`. What one wants to know, all get to know."""
+        """Return a list that each `collect` extends. All subscribers get the data that any of them asks for."""
         self._config = RecorderConfig(*(a or b for a, b in zip(self._config, config, strict=True)))
         self._torch_config = _torch_config(self._config)
         operators: list[Operator] = []
@@ -132,13 +130,13 @@ class OperatorRecorder:
         resume_on_thread()
 
     def resume(self) -> None:
-        """Record, on this thread."""
+        """Start to record on this thread."""
         assert self._torch_config is not None
         _enable(self._torch_config)
         _on_thread.began_ns = _now()
 
     def pause(self) -> None:
-        """Record no more on this thread, for now."""
+        """Stop recording on this thread, until `resume`."""
         if _on_thread.began_ns:
             ended_ns = _now()
             records = _disable()
@@ -146,13 +144,13 @@ class OperatorRecorder:
             _on_thread.began_ns = 0
 
     def close(self) -> None:
-        """Record no more. What there was is in the lists."""
+        """Stop recording. Operators recorded so far are added to the lists."""
         self.is_closed = True
         self.collect()
 
     def collect(self) -> None:
-        """Put what there was since the last time in the lists, in the order of its beginnings."""
-        # threads may add to it meanwhile
+        """Add the operators recorded since the last call to the lists, in the order of their beginnings."""
+        # threads may add pieces meanwhile
         count = len(self._pieces)
         pieces = self._pieces[:count]
         del self._pieces[:count]
@@ -164,7 +162,7 @@ class OperatorRecorder:
 
 
 def recorder_of(handling: Handling, node_id: int) -> OperatorRecorder:
-    """The one recorder of a handler, which all share who want to know what it runs."""
+    """Return the recorder of a handler, which all observers of the handler share."""
     recorder = handling.shared.get(OperatorRecorder)
     if recorder is None:
         recorder = handling.shared[OperatorRecorder] = OperatorRecorder(node_id)
@@ -172,18 +170,18 @@ def recorder_of(handling: Handling, node_id: int) -> OperatorRecorder:
 
 
 def is_recording_thread() -> bool:
-    """Whether a step on this thread is being recorded."""
+    """Return whether a step on this thread is being recorded."""
     return _on_thread.recorder is not None
 
 
 def pause_on_thread() -> None:
-    """Code in the middle of a recorded step wants to profile this thread itself, and two cannot."""
+    """Pause recording, because code in a recorded step profiles this thread itself: two profilers cannot."""
     if (recorder := _on_thread.recorder) is not None:
         recorder.pause()
 
 
 def resume_on_thread() -> None:
-    """It has done."""
+    """Resume recording after `pause_on_thread`."""
     recorder = _on_thread.recorder
     if recorder is not None and not _on_thread.began_ns and not recorder.is_closed and not _is_enabled():
         recorder.resume()
@@ -198,14 +196,14 @@ def _torch_config(config: RecorderConfig) -> ProfilerConfig:
 
 
 class _Open(NamedTuple):
-    """A range that has begun."""
+    """A range that has begun and not ended."""
 
     record: Any
     start_ns: int
 
 
 def _operators(pieces: Iterable[_Piece], node_id: int) -> Iterator[Operator]:
-    """Ranges of all steps. One that began in a step may end in a later one: a label may cover an await."""
+    """Yield the ranges of all steps. One that began in a step may end in a later one: a label may cover an await."""
     opened: dict[int, _Open] = {}
     allocated: dict[int, int] = {}
     last_ns = 0
@@ -218,7 +216,7 @@ def _operators(pieces: Iterable[_Piece], node_id: int) -> Iterator[Operator]:
             for record in records:
                 kind, name, handle = record.kind(), record.name(), record.handle()
                 if kind == "push":
-                    # torch's own wrappers announce an operator a second time, directly after the first
+                    # torch's own wrappers record an operator a second time, directly after the first
                     if name == previous or _filter_name(name):  # type: ignore[no-untyped-call]
                         hidden.add(handle)
                         continue
@@ -238,7 +236,7 @@ def _operators(pieces: Iterable[_Piece], node_id: int) -> Iterator[Operator]:
 
 
 def _time_of(start: Any, record: Any, piece: _Piece) -> int:
-    # within the step in any case: both clocks were not read at the same moment
+    # keep it within the step: the two clocks were not read at the same moment
     return min(piece.began_ns + int(start.cpu_elapsed_us(record) * 1000), piece.ended_ns)
 
 

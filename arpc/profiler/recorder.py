@@ -1,4 +1,4 @@
-"""Writes down what one worker does while a trace is made."""
+"""Records the calls, handlers and activities of one worker for a trace."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from arpc.torchstate import current_steps
 __all__ = ["TRACE", "TraceHeader", "TraceRecorder"]
 
 TRACE: Final = "trace"
-"""The key of the headers."""
+"""The key of a trace's headers in requests."""
 _HANDLER_NAMES: Final = {Kind.FETCH: "to_here", Kind.BACKWARD: "gradients"}
 _MAX_SPANS: Final = 100_000
 _MAX_OPERATORS: Final = 500_000
@@ -27,13 +27,13 @@ _parent: ContextVar[int] = ContextVar("arpc.profiler.parent", default=0)
 
 
 class TraceHeader(NamedTuple):
-    """What a request says about a trace, so that its receiver takes part."""
+    """The description of a trace in a request, so that its receiver joins the trace."""
 
     trace_id: int
     origin: str
-    """The worker that makes it."""
+    """The worker that makes the trace."""
     left_s: float
-    """How long it may still take; then everyone forgets it."""
+    """The seconds after which every worker stops recording the trace by itself."""
     config: RecorderConfig
     has_operators: bool = True
 
@@ -66,10 +66,10 @@ class TraceRecorder(Observer):
         self._own: OperatorRecorder | None = None
         self._own_token: Any = None
 
-    # -- what is told on
+    # -- the worker's own code, and the result
 
     def begin_own(self) -> None:
-        """Record what this thread runs outside of handlers, too; not in the middle of a handler that is recorded."""
+        """Also record operators of this thread outside of handlers. No effect in the middle of a recorded handler."""
         if self.header.has_operators and not is_recording_thread():
             self._own = OperatorRecorder(self.info.id)
             self.operators = self._own.subscribe(self.header.config)
@@ -86,7 +86,7 @@ class TraceRecorder(Observer):
             self._own = None
 
     def record(self) -> WorkerRecord:
-        """What there is, also of what is still under way."""
+        """Return everything recorded so far, including calls and handlers that have not ended."""
         now = time.perf_counter_ns()
         for request, (number, parent) in self._calls.items():
             self._add_call(request, number, parent, now, "under way")
@@ -160,7 +160,7 @@ class TraceRecorder(Observer):
         if handling.kind is Kind.CONTROL or handling in self._handlers:
             return None
         number = next(self._numbers)
-        # what a backward pass runs belongs to the activity, over all that come and go meanwhile
+        # operators of a backward pass belong to its activity, which lasts longer than its single requests
         opened = self._opened(
             number, recorder_of(handling, self.info.id) if handling.kind is not Kind.BACKWARD else None
         )

@@ -1,4 +1,4 @@
-"""Profiles of torch reach over calls: spans of calls, and the operators that ran elsewhere because of them."""
+"""Remote calls in profiles of torch: spans of calls, and the operators that they ran on other workers."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ logger = get_logger("arpc.profiler")
 _now = time.perf_counter_ns
 _SPANS: Final = frozenset((Kind.CALL, Kind.STREAM, Kind.REMOTE, Kind.FETCH))
 _Reply = tuple[int, int, int, list[Operator]]
-"""The id of the call, when its handler began and ended there, and what it ran."""
+"""The id of the call, the beginning and end of its handler by the callee's clock, and the operators that it ran."""
 
 
 class _Call(NamedTuple):
-    """A profiled call under way."""
+    """A profiled call in flight."""
 
     session: Session
     key: str
@@ -42,7 +42,7 @@ class _Handler(NamedTuple):
 
 
 class RemoteProfiler(Observer):
-    """Stands by until a profile of torch is on, or a request comes from where one is."""
+    """Inactive until a profile of torch is on, or a request comes from a worker where one is on."""
 
     key = "profile"
 
@@ -50,13 +50,13 @@ class RemoteProfiler(Observer):
         self.info = WorkerInfo("", -1)
         self.manager = RemoteProfilerManager()
         self.includes_kineto = True
-        """Whether a kineto profile sees calls too. The original only ever looked at the legacy profiler."""
+        """Whether a kineto profile records calls too. torch.distributed.rpc supports only the legacy profiler."""
         self._calls: dict[Outgoing, _Call] = {}
         self._by_id: dict[int, _Call] = {}
         self._handlers: dict[Handling, _Handler] = {}
 
     def identify(self, info: WorkerInfo) -> None:
-        """The group has given this worker its id."""
+        """Set the name and the id that this worker has in its group."""
         self.info = info
         self.manager = RemoteProfilerManager(info.id)
 
@@ -78,7 +78,7 @@ class RemoteProfiler(Observer):
         else:
             key = call_key(request, self.info.name)
         call = self._calls[request] = _Call(session, key, self.manager.next_id(), request.began_ns)
-        if request.kind is not Kind.FETCH:  # which runs nothing of its own there
+        if request.kind is not Kind.FETCH:  # a fetch runs no function on the owner
             self.manager.save_key(call.profiling_id, key)
             self._by_id[call.profiling_id] = call
             request.headers[self.key] = [call.profiling_id, *session.config]
@@ -92,7 +92,7 @@ class RemoteProfiler(Observer):
         call = self._by_id.get(profiling_id)
         if call is None or not call.session.is_open:
             return
-        # Its clock is another one. Half of what is left of the call beside the handler was each way, more or less
+        # The peer's clock is another one: assume that the way there and the way back took the same time
         now_ns = _now()
         by_ns = (call.began_ns + now_ns - began_ns - ended_ns) // 2
         prefix = self.manager.key_of(profiling_id) + REMOTE_OP
@@ -124,7 +124,7 @@ class RemoteProfiler(Observer):
         config = RecorderConfig(*flags)
         recorder = recorder_of(handling, self.info.id)
         handler = self._handlers[handling] = _Handler(Session(config), recorder, recorder.subscribe(config))
-        handler.session.open()  # calls that it makes in turn are part of it
+        handler.session.open()  # calls that the handler makes are part of the profile
         return recorder
 
     def reply_leaves(self, handling: Handling) -> list[Any] | None:
@@ -146,7 +146,7 @@ class RemoteProfiler(Observer):
     # -- the end
 
     def close(self) -> None:
-        """Let go of sessions that handlers have left open."""
+        """Close the sessions of handlers that have not ended."""
         closed: list[Callable[[], None]] = [handler.session.close for handler in self._handlers.values()]
         for close in closed:
             close()

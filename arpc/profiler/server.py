@@ -1,4 +1,4 @@
-"""`server_profile`: everything a worker runs for others, whoever they are."""
+"""`server_profile`: everything that a worker runs for its callers."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class _Request(NamedTuple):
 
 
 class _ServerObserver(Observer):
-    """Keeps what each handler ran."""
+    """Keeps the operators that each handler ran."""
 
     key = "server profile"  # it sends no headers
 
@@ -61,8 +61,8 @@ class server_profile:  # noqa: N801 - used like a function, as torch's own
             await asyncio.sleep(10)
         print(prof.key_averages().table(sort_by="cpu_time_total"))
 
-    Only requests that begin and end within the block are recorded. Blocks may overlap. To look at another worker,
-    create the object there, with ``rref = arpc.remote("worker1", arpc.profiler.server_profile)``, and call its methods:
+    Only requests that begin and end within the block are recorded. Blocks may overlap. To profile another worker,
+    create the object on it, with ``rref = arpc.remote("worker1", arpc.profiler.server_profile)``, and call its methods:
     ``await rref.rpc_sync().start()``, and ``stop()`` later.
     """
 
@@ -73,14 +73,17 @@ class server_profile:  # noqa: N801 - used like a function, as torch's own
         self._started_ns = 0
         self._events: EventList | None = None
         self.by_request: list[list[FunctionEvent]] = []
-        """What each request ran, in the order in which they ended."""
+        """The events of each request, in the order in which the requests ended."""
 
     def __getstate__(self) -> dict[str, Any]:
-        """A copy on another worker has what was recorded, and records nothing there."""
+        """Return the state for a copy on another worker, which has the recorded events and records nothing there."""
         return {**self.__dict__, "_service": None, "_observer": None}
 
     def start(self) -> None:
-        """Begin; `with` does it too. May be called in any thread, so by way of an RRef too."""
+        """Start recording, as ``with`` does. May be called in any thread, and so through an RRef.
+
+        Raises `ProfilerError` if this profile was started before.
+        """
         if self._service is not None:
             raise ProfilerError("this profile has been used already: make another one for each block")
         service = self._service = current()
@@ -89,7 +92,7 @@ class server_profile:  # noqa: N801 - used like a function, as torch's own
         _on_loop(service, lambda: service.tracer.agent.observe(observer))
 
     def stop(self) -> None:
-        """End."""
+        """Stop recording. A second call has no effect. Raises `ProfilerError` if this profile was never started."""
         service, observer = self._service, self._observer
         if service is None or observer is None:
             raise ProfilerError("this profile has not begun")
@@ -122,19 +125,19 @@ class server_profile:  # noqa: N801 - used like a function, as torch's own
 
     @property
     def function_events(self) -> EventList:
-        """All of it, as torch's profiles have it; `ProfilerError` while the block goes on."""
+        """All recorded events, as in torch's profiles. Raises `ProfilerError` before the end of the block."""
         if self._events is None:
             raise ProfilerError("the profile is not finished: look at it after its block")
         return self._events
 
     def key_averages(self, group_by_input_shape: bool = False) -> EventList:
-        """What took how long in all, as ``torch.profiler.profile.key_averages``."""
+        """Return total times, like ``torch.profiler.profile.key_averages``."""
         averages: EventList = self.function_events.key_averages(group_by_input_shape)  # type: ignore[no-untyped-call]
         return averages
 
 
 def _on_loop(service: ProfilerService, function: Callable[[], None]) -> None:
-    """Observers belong to the loop, and a method that is called by way of an RRef runs in a thread."""
+    """Run a function on the worker's loop, where observers belong, also from the thread of a call through an RRef."""
     loop = service.tracer.agent.loop
     try:
         is_here = asyncio.get_running_loop() is loop

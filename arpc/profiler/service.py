@@ -1,4 +1,4 @@
-"""Profiling of one worker, as the agent meets it: observers that stand by."""
+"""Profiling of one worker: the standby observers that the agent gets, and OpenTelemetry."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ __all__ = ["ProfilerService", "current", "use_opentelemetry"]
 
 
 def current() -> ProfilerService:
-    """The profiling of the worker of this context. Raises `NotInitializedError`."""
+    """Return the profiling service of the worker of this context. Raises `NotInitializedError`."""
     scope = current_scope.get()
     if scope is None or scope.worker is None:
         raise NotInitializedError("profiling belongs to a worker, and this context has none: call arpc.init_rpc first")
@@ -30,13 +30,13 @@ def current() -> ProfilerService:
 
 
 class ProfilerService:
-    """What this worker knows of profiles: its own and those of its callers."""
+    """The profiling of one worker: for its own profiles and for those of its callers."""
 
     def __init__(self) -> None:
         self.remote = RemoteProfiler()
-        """What torch's own profiles see of calls."""
+        """Records calls for torch's own profiles."""
         self.tracer = Tracer()
-        """What `arpc.profiler.profile` sees, here and elsewhere."""
+        """Records this worker for `arpc.profiler.profile`, on this worker and on others."""
         self._relay = TraceContextRelay()
         self._telemetry: Telemetry | None = None
         listen_to_torch()
@@ -50,13 +50,13 @@ class ProfilerService:
         return self.tracer.handlers
 
     def attach(self, agent: Agent) -> None:
-        """The agent that calls go through. It was made with this service's observers, so it comes later."""
+        """Set the agent that makes the calls. It needs the observers of this service, so it is created later."""
         self.tracer.agent = agent
         if is_configured():
             self.use_opentelemetry()
 
     def identify(self, info: WorkerInfo) -> None:
-        """The group has given this worker its id."""
+        """Set the name and the id that this worker has in its group."""
         self.remote.identify(info)
         self.tracer.identify(info)
 
@@ -72,7 +72,7 @@ class ProfilerService:
 
     @property
     def manager(self) -> RemoteProfilerManager:
-        """Keys of profiled calls."""
+        """The keys of profiled calls."""
         return self.remote.manager
 
     def close(self) -> None:
@@ -86,7 +86,7 @@ class ProfilerService:
 def use_opentelemetry(enabled: bool = True) -> None:
     """Record calls and handlers of this worker as OpenTelemetry spans, or stop doing so.
 
-    A worker does so by itself if a tracer provider was set before it started. Raises `ConfigurationError` if
+    A worker does this automatically if a tracer provider was set before it started. Raises `ConfigurationError` if
     opentelemetry-api is not installed.
     """
     current().use_opentelemetry(enabled)

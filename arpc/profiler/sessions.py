@@ -1,8 +1,8 @@
-"""Profiles of torch that are on: who made them, and what comes into them from elsewhere.
+"""Profiles of torch that are on: the contexts that they belong to, and the events that calls add to them.
 
-Torch tells nobody that a profile begins or ends. So the first worker of a process wraps the methods that begin and end
-one, of both of torch's classes: the kineto one behind ``torch.profiler.profile`` and
-``torch.autograd.profiler.profile``, and the legacy one. A profile belongs to the context it was begun in: tasks and
+Torch has no callback for the beginning or end of a profile. So the first worker of a process wraps the methods that
+begin and end one, of both of torch's classes: the kineto one behind ``torch.profiler.profile`` and
+``torch.autograd.profiler.profile``, and the legacy one. A profile belongs to the context in which it began: tasks and
 threads that inherit the context are part of it, other tasks on the same loop are not.
 """
 
@@ -33,47 +33,47 @@ _NOBODY: Final = -1
 
 
 class Session:
-    """One profile, as far as calls are concerned. Times of operators are those of this process."""
+    """One profile, as far as calls are concerned. Times of operators are by the clock of this process."""
 
     def __init__(self, config: RecorderConfig, *, is_kineto: bool = False) -> None:
         self.config = config
         self.is_kineto = is_kineto
         scope = current_scope.get()
         self.node_id: int = scope.worker.info.id if scope is not None and scope.worker is not None else _NOBODY
-        """The worker of the context that it was begun in."""
+        """The id of the worker of the context in which it began; -1 if there was none."""
         self.operators: list[Operator] = []
-        """Spans of calls, and what they ran elsewhere."""
+        """Spans of calls, and the operators that they ran on other workers."""
         self.is_open = False
         self.started_ns = _now()
         self.started_at_ns = time.time_ns()
         self.readings: list[tuple[int, int]] = []
-        """When `_CLOCK` was marked in the profile itself: not before, not after."""
+        """For each mark `_CLOCK` in the profile, the times before and after it was made."""
         self._outer: Session | None = None
 
     def open(self) -> None:
-        """Calls made in this context are part of it from now on."""
+        """Record the calls that are made in this context from now on."""
         self.is_open = True
         open_sessions.append(self)
         self._outer = current_session.get()
         current_session.set(self)
 
     def close(self) -> None:
-        """Nothing is part of it any more."""
+        """Record no more calls."""
         if self.is_open:
             self.is_open = False
             open_sessions.remove(self)
-            if current_session.get() is self:  # and not if it ends in another context than it began in
+            if current_session.get() is self:  # a profile may end in another context than it began in
                 current_session.set(self._outer)
             self._outer = None
 
 
-# Torch's profiles belong to the process, and so does the list of them; a call looks whether it is empty
+# Torch's profiles belong to the process, and so does their list; each call checks whether it is empty
 open_sessions: list[Session] = []
 current_session: ContextVar[Session | None] = ContextVar("arpc.profiler.session", default=None)
 
 
 def as_function_event(operator: Operator, origin_ns: int, *, is_legacy: bool) -> FunctionEvent:
-    """An operator as torch's profiles have it, in microseconds from a moment."""
+    """Convert an operator to an event of torch's profiles, in microseconds since ``origin_ns``."""
     name = operator.name
     return FunctionEvent(  # type: ignore[no-untyped-call]
         id=operator.handle,
@@ -103,7 +103,7 @@ def _merge(events: list[FunctionEvent], session: Session, origin_ns: int, *, is_
             event.node_id = session.node_id
     operators = [as_function_event(operator, origin_ns, is_legacy=is_legacy) for operator in session.operators]
     added = EventList(operators)  # type: ignore[no-untyped-call]
-    # its own tree: what ran elsewhere is nobody's child here
+    # a tree of its own: remote operators are no children of local events
     build_event_tree(added)
     events.extend(added)
     events.sort(key=lambda event: (event.time_range.start, -event.time_range.end))
@@ -125,7 +125,7 @@ def _read_clock(session: Session) -> None:
 
 
 def _legacy_origin(session: Session, events: list[FunctionEvent]) -> int:
-    """When the profile began, by the marks in it; they are taken out."""
+    """Return the time at which the profile began, by the marks in it, and remove the marks."""
     marks = [event for event in events if event.name == _CLOCK]
     events[:] = [event for event in events if event.name != _CLOCK]
     if len(marks) != len(session.readings):
@@ -184,7 +184,7 @@ def _parse_kineto(parse: Any, profile: Any, result: Any, **options: Any) -> Any:
 
 
 def listen_to_torch() -> None:
-    """Hear of profiles that begin from now on. A second call changes nothing."""
+    """Wrap torch's profilers, to track the profiles that begin from now on. A second call has no effect."""
     _wrap(kineto.profile, "_start_trace", _start_kineto)
     _wrap(kineto.profile, "__exit__", _exit_kineto)
     _wrap(kineto.profile, "_parse_kineto_results", _parse_kineto)

@@ -1,4 +1,4 @@
-"""What a worker writes down for a trace."""
+"""The record of one worker for a trace."""
 
 from __future__ import annotations
 
@@ -10,36 +10,36 @@ __all__ = ["Span", "WorkerRecord"]
 
 
 class Span(msgspec.Struct, array_like=True):
-    """Something that took time on one worker. This is how it travels.
+    """A call, a handler or another activity of one worker, in the form in which it is sent.
 
-    Times are those of ``time.perf_counter_ns`` on that worker, until the trace is put together.
+    Times are by ``time.perf_counter_ns`` of that worker, until the trace is put together.
     """
 
     role: str
     """``call``: this worker waited for another; ``handler``: it worked for another; ``activity``: neither."""
     kind: str
-    """An `arpc.agent.hooks.observers.Kind`."""
+    """The value of an `arpc.agent.hooks.observers.Kind`."""
     name: str
     start_ns: int
     end_ns: int
     number: int
-    """Of this span, on its worker."""
+    """The number of this span, unique on its worker."""
     parent: int = 0
     """The number of the handler that made this call; 0 if it was made by the worker's own code."""
     peer: str = ""
-    """Who was called, or called."""
+    """The callee of a call, or the caller of a handler."""
     call_id: int = 0
-    """Both sides of a call have it, and no other call at the same time."""
+    """The id of the call: the same on both sides, and unique among calls of one worker to another at that time."""
     accepted_ns: int = 0
-    """Of a handler: when the request came. It may have waited before it began."""
+    """The arrival of a handler's request. The request may have waited before the handler began."""
     outcome: str = ""
     sent_bytes: int = 0
     received_bytes: int = 0
     operators: list[Operator] = []
-    """What it ran."""
+    """The operators that it ran."""
 
     def moved(self, by_ns: int) -> Span:
-        """This span on another clock."""
+        """Return this span on another clock."""
         return msgspec.structs.replace(
             self,
             start_ns=self.start_ns + by_ns,
@@ -50,7 +50,7 @@ class Span(msgspec.Struct, array_like=True):
 
 
 class WorkerRecord(msgspec.Struct, array_like=True):
-    """All that one worker wrote down."""
+    """Everything that one worker recorded."""
 
     name: str
     id: int
@@ -58,19 +58,19 @@ class WorkerRecord(msgspec.Struct, array_like=True):
     host: str
     spans: list[Span]
     operators: list[Operator]
-    """What it ran outside of any span."""
+    """The operators that it ran outside of any span."""
     touched: list[str]
-    """Whom it told of the trace."""
+    """The workers to which it passed the trace on."""
     dropped: int = 0
-    """Spans there was no more room for."""
+    """The number of spans for which there was no more room."""
 
     def packed(self) -> bytes:
-        """For a reply."""
+        """Return the record as msgpack, for a reply."""
         return _encode(self)
 
     @classmethod
     def unpacked(cls, data: bytes) -> WorkerRecord:
-        """Raises `msgspec.DecodeError`."""
+        """Decode a record. Raises `msgspec.DecodeError`."""
         return _decode(data)
 
 

@@ -1,7 +1,7 @@
-"""OpenTelemetry: spans of calls and handlers, and the trace context that travels from one to the other.
+"""OpenTelemetry: spans of calls and handlers, and the trace context that is sent from one to the other.
 
-Nothing of OpenTelemetry is imported, and nothing is paid, unless the program has configured it before its worker starts
-or asks for it with `use_opentelemetry`.
+OpenTelemetry is not imported, and costs nothing, unless the program has configured it before its worker starts or turns
+it on with `use_opentelemetry`.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _relayed: ContextVar[dict[str, str] | None] = ContextVar("arpc.profiler.tracepar
 
 
 def is_configured() -> bool:
-    """Whether the program has set up OpenTelemetry, so that spans go somewhere."""
+    """Return whether the program has set up OpenTelemetry with a tracer provider that records spans."""
     trace = sys.modules.get("opentelemetry.trace")
     if trace is None:
         return False
@@ -34,7 +34,7 @@ def is_configured() -> bool:
 
 
 class TraceContextRelay(Observer):
-    """Stands by: a worker without OpenTelemetry passes on the trace context that its handlers were called with."""
+    """A standby observer: on a worker without OpenTelemetry, calls pass on the trace context of their handler."""
 
     key = _KEY
 
@@ -61,7 +61,7 @@ class TraceContextRelay(Observer):
 
 
 class Telemetry(Observer):
-    """Makes a span of each call and each handler. It imports OpenTelemetry."""
+    """Records a span for each call and each handler. Raises `ConfigurationError` if OpenTelemetry is not installed."""
 
     key = _KEY
 
@@ -81,7 +81,7 @@ class Telemetry(Observer):
         if request.kind is Kind.CONTROL:
             return
         span = self._spans[request] = self._tracer.start_span(
-            request.function,  # few names, however many workers there are: who called whom is in the attributes
+            request.function,  # few names, however many workers there are: caller and callee are attributes
             kind=self._trace.SpanKind.CLIENT,
             attributes=self._attributes(request),
         )
@@ -127,14 +127,14 @@ class Telemetry(Observer):
             outcome = call.outcome.value if call.outcome is not None else ""
             text = outcome if call.error is None else f"{outcome}: {summary_of(call.error)}"
             if call.error is not None and is_a(call.error, Exception):
-                with suppress(BaseException):  # it formats the error, which runs code of the user
+                with suppress(BaseException):  # it formats the error, which runs user code
                     span.record_exception(call.error)
             span.set_status(self._trace.StatusCode.ERROR, text)
         span.end()
 
 
 def _carrier(handling: Handling) -> dict[str, str] | None:
-    """The trace context that came with a request, if it looks like one."""
+    """Return the trace context that came with a request; None if there is none, or if it is malformed."""
     carrier = handling.headers.get(_KEY)
     if isinstance(carrier, dict) and all(isinstance(part, str) for item in carrier.items() for part in item):
         return carrier

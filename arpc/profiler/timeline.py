@@ -1,4 +1,4 @@
-"""A trace as one page of HTML, which needs nothing but a browser."""
+"""A trace as one self-contained page of HTML."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _OPERATOR = "operator"
 
 
 def html_page(trace: Trace, title: str) -> str:
-    """The page; `timeline.html` beside this module is what draws it."""
+    """Return the page: the trace as data in `timeline.html` beside this module, which draws it."""
     data = msgspec.json.encode(_page_data(trace)).decode()
-    # a name in the trace must not end the script that it is in
+    # a name in the trace must not end the script element that contains it
     safe = data.replace("<", "\\u003c").replace("\u2028", "\\u2028").replace("\u2029", "\\u2029")
     template = resources.files("arpc.profiler").joinpath("timeline.html").read_text(encoding="utf-8")
     return template.replace("{{title}}", html.escape(title)).replace("{{data}}", safe)
@@ -61,7 +61,7 @@ def _page_data(trace: Trace) -> dict[str, Any]:
 
 
 def _bar(drawn: Drawn, depth: int, names: dict[str, int]) -> list[Any]:
-    """Name, category, level, beginning and length in microseconds, and what there is to say about it."""
+    """Return index of the name, category, depth, beginning and length in microseconds, and details or None."""
     name = names.setdefault(drawn.name, len(names))
     start_us, length_us = drawn.start_ns / 1000, (drawn.end_ns - drawn.start_ns) / 1000
     if not isinstance(drawn, Span):

@@ -1,4 +1,4 @@
-"""One trace over many workers, in one time."""
+"""One trace of many workers, on one clock."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ __all__ = ["Arrow", "Trace", "build_trace"]
 
 
 class Arrow(NamedTuple):
-    """A call and the handler that it became, on two workers, or one that called itself."""
+    """A call and its handler, on two workers or on one that called itself."""
 
     caller: str
     call: Span
@@ -29,21 +29,21 @@ class Arrow(NamedTuple):
 
 
 class Trace:
-    """What a group of workers did, in the time of the worker that made the trace, from its beginning on.
+    """The work of a group of workers. Times count from the start of the trace, by the clock of the worker that made it.
 
-    `clocks` says for each worker how far its clock was off, and by how much that may be wrong: two moments on different
-    workers cannot be told apart any better.
+    `clocks` has the offset of each worker's clock and its error: events on different workers cannot be ordered any more
+    precisely than that.
     """
 
     def __init__(self, workers: list[WorkerRecord], clocks: Mapping[str, Clock], missing: Mapping[str, str]) -> None:
         self.workers = workers
         self.clocks = dict(clocks)
         self.missing = dict(missing)
-        """Workers that took part and could not be asked, with the reason."""
+        """The workers whose records could not be collected, with the reason."""
 
     @property
     def error_ns(self) -> int:
-        """The largest error of a clock."""
+        """The largest error of a worker's clock."""
         return max((clock.error_ns for clock in self.clocks.values()), default=0)
 
     @property
@@ -51,21 +51,21 @@ class Trace:
         return max((span.end_ns for worker in self.workers for span in worker.spans), default=0)
 
     def worker(self, name: str) -> WorkerRecord:
-        """One worker's part; `KeyError` if it has none."""
+        """Return the record of one worker. Raises `KeyError` if there is none."""
         for worker in self.workers:
             if worker.name == name:
                 return worker
         raise KeyError(name)
 
     def spans(self, *, role: str | None = None, kind: str | None = None) -> Iterator[tuple[WorkerRecord, Span]]:
-        """All spans, or those of a role or kind, with their workers."""
+        """Yield all spans, or those of a role or kind, with their workers."""
         for worker in self.workers:
             for span in worker.spans:
                 if role in {None, span.role} and kind in {None, span.kind}:
                     yield worker, span
 
     def arrows(self) -> list[Arrow]:
-        """Calls with their handlers, as far as both are known."""
+        """Return the calls with their handlers, as far as both are known."""
         handlers = {
             (span.peer, worker.name, span.call_id): span for worker, span in self.spans(role="handler") if span.call_id
         }
@@ -77,7 +77,7 @@ class Trace:
         return found
 
     def operators(self) -> Iterator[tuple[WorkerRecord, Operator]]:
-        """Everything that torch ran, with the workers that ran it."""
+        """Yield all operators of torch, with the workers that ran them."""
         for worker in self.workers:
             for operator in worker.operators:
                 yield worker, operator
@@ -86,7 +86,7 @@ class Trace:
                     yield worker, operator
 
     def events(self) -> EventList:
-        """All of it as torch's profiles have it: operators, calls and backward passes, each with its ``node_id``."""
+        """Return operators, calls and backward passes as events of torch's profiles, each with its ``node_id``."""
         events = [as_function_event(operator, 0, is_legacy=True) for _, operator in self.operators()]
         for worker, span in self.spans():
             if span.role == "handler":
@@ -98,7 +98,7 @@ class Trace:
         return made_list
 
     def key_averages(self, group_by_input_shape: bool = False) -> EventList:
-        """What took how long in all, as ``torch.profiler.profile.key_averages``; each worker's apart."""
+        """Return total times, like ``torch.profiler.profile.key_averages``, separately for each worker."""
         averages: EventList = self.events().key_averages(group_by_input_shape)  # type: ignore[no-untyped-call]
         return averages
 
@@ -107,11 +107,11 @@ class Trace:
         Path(path).write_bytes(msgspec.json.encode(self.as_chrome_trace()))
 
     def as_chrome_trace(self) -> dict[str, Any]:
-        """What `export_chrome_trace` writes, as an object."""
+        """Return the object that `export_chrome_trace` writes as JSON."""
         return chrome.chrome_trace(self)
 
     def export_html(self, path: str | Path, title: str = "arpc trace") -> None:
-        """Write a page that any browser opens, with nothing else at hand."""
+        """Write a self-contained page that any browser opens."""
         Path(path).write_text(self.as_html(title), encoding="utf-8")
 
     def as_html(self, title: str = "arpc trace") -> str:
@@ -125,7 +125,7 @@ def build_trace(
     missing: Mapping[str, str],
     start_ns: int,
 ) -> Trace:
-    """Put what workers wrote down together, in the time of ``here``, from ``start_ns`` on."""
+    """Join the records of workers into one trace, by the clock of ``here``, with times that count from ``start_ns``."""
     known: dict[str, Clock] = {here.name: HERE}
     aligned = [_moved(here, -start_ns)]
     for record in others:

@@ -1,4 +1,4 @@
-"""Takes part in traces: of this worker's own, and of others whose requests say so."""
+"""Takes part in traces: those of this worker, and those of other workers whose requests bring a trace header."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ COLLECT: Final = "collect"
 
 
 class Tracer(Observer, PeerWatcher):
-    """Stands by until a request brings the header of a trace."""
+    """Inactive until a request brings the header of a trace."""
 
     key = TRACE
 
@@ -40,11 +40,11 @@ class Tracer(Observer, PeerWatcher):
         self.agent: Agent
         self.recorders: dict[int, TraceRecorder] = {}
         self._timers: dict[int, asyncio.TimerHandle] = {}
-        """Until the time of a trace is over. One that has a timer and no recorder was left before."""
+        """The timers that end traces. A trace with a timer and no recorder is one that this worker has left."""
         self._ids = IdAllocator(0)
 
     def identify(self, info: WorkerInfo) -> None:
-        """The group has given this worker its id."""
+        """Set the name and the id that this worker has in its group."""
         self.info = info
         self._ids = IdAllocator(info.id)
 
@@ -58,9 +58,9 @@ class Tracer(Observer, PeerWatcher):
         return self._ids.next_number()
 
     def join(self, header: TraceHeader) -> TraceRecorder | None:
-        """Take part in a trace from now on, if this worker does not yet. None for a trace that it has left.
+        """Join a trace, unless joined already, and return its recorder; None for a trace that this worker has left.
 
-        Requests of other workers that still take part in it may arrive after that.
+        Requests of workers that have not left it yet may still arrive.
         """
         trace_id = header.trace_id
         recorder = self.recorders.get(trace_id)
@@ -75,7 +75,7 @@ class Tracer(Observer, PeerWatcher):
         self._timers.pop(trace_id, None)
 
     def leave(self, trace_id: int) -> TraceRecorder | None:
-        """Take no part in a trace any more."""
+        """Leave a trace, and return its recorder; None if this worker takes no part in it."""
         recorder = self.recorders.pop(trace_id, None)
         if recorder is not None:
             self.agent.unobserve(recorder)
@@ -94,18 +94,18 @@ class Tracer(Observer, PeerWatcher):
         raise ProfilerError(f"worker {self.info.name!r} knows no such order to its profiler: {command!r}")
 
     async def ask(self, worker: str, *order: Any, timeout_s: float) -> Any:
-        """Let the tracer of a worker do something."""
+        """Send an order to the tracer of a worker, and return its reply."""
         return await self.agent.request(ProfilerControl, worker, order, timeout_s)
 
     async def collect(self, worker: str, trace_id: int, *, timeout_s: float) -> WorkerRecord | None:
-        """End a worker's part of a trace and get it; None if it has none."""
+        """End a worker's part of a trace and return its record; None if it has none."""
         record = await self.ask(worker, COLLECT, trace_id, timeout_s=timeout_s)
         return None if record is None else WorkerRecord.unpacked(record)
 
-    # -- as an observer that stands by
+    # -- as a standby observer
 
     def handler_begins(self, handling: Handling) -> OperatorRecorder | None:
-        """The first request of a trace that this worker did not know. Those after it are heard by its recorder."""
+        """Join each trace of which this is the first request here. Later requests are observed by its recorder."""
         steps: OperatorRecorder | None = None
         try:
             headers = msgspec.convert(handling.headers[TRACE], list[TraceHeader])
@@ -119,10 +119,10 @@ class Tracer(Observer, PeerWatcher):
                 steps = recorder.handler_begins(handling) or steps
         return steps
 
-    # -- told by the agent
+    # -- called by the agent
 
     def peer_disconnected(self, peer: WorkerInfo, *, has_left: bool) -> None:
-        """Who makes a trace is gone: nobody will ever ask for it."""
+        """Leave the traces that the peer makes: their records will never be collected."""
         for trace_id, recorder in list(self.recorders.items()):
             if recorder.header.origin == peer.name:
                 self.leave(trace_id)

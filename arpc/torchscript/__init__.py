@@ -1,4 +1,4 @@
-"""TorchScript functions and modules over calls; programs of torch.export and functions of torch.compile as well."""
+"""Remote calls of TorchScript functions and modules, torch.export programs and torch.compile functions."""
 
 from arpc.torchscript.operators import Operator, builtin_operator
 from arpc.torchscript.programs import module_of

@@ -1,4 +1,4 @@
-"""Calls of TorchScript functions: checked where they are made, run where they arrive."""
+"""Calls of TorchScript functions: checked by the caller, run by the callee."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ __all__ = ["ScriptCall", "prepare_script_function", "refuse_script_method"]
 
 
 class ScriptCall:
-    """A TorchScript function as what is called remotely. Takes all of its arguments, in their order.
+    """A TorchScript function in the form in which it is called remotely. Takes all of its arguments, in their order.
 
-    The interpreter of TorchScript gives up the GIL: in its thread, a function holds up neither the loop nor others.
+    TorchScript's interpreter releases the GIL: in its thread, a function blocks neither the loop nor other threads.
     """
 
     keeps_modules = True
-    """What `remote` makes of it stays where it is if it is a ScriptModule: its type is the schema's, see `RRef`."""
+    """A ScriptModule that it returns to `remote` stays on its owner: its type is the schema's, see `RRef`."""
 
     def __init__(self, function: Any, is_async: bool = False) -> None:
         self.function = function
@@ -46,13 +46,13 @@ class ScriptCall:
 def prepare_script_function(
     function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
 ) -> tuple[ScriptCall, tuple[Any, ...]]:
-    """Check the arguments here, before anything is sent. Raises `ScriptError`."""
+    """Check the arguments on the caller, before anything is sent. Raises `ScriptError`."""
     call = ScriptCall(function, returns_futures(function))
     return call, call.signature.bind(args, kwargs)
 
 
 def refuse_script_method(function: Any, _: tuple[Any, ...], __: Mapping[str, Any] | None) -> NoReturn:
-    """A method of a module that is here cannot run elsewhere."""
+    """Raise `SerializationError`: a method of a local module cannot run on another worker."""
     raise SerializationError(
         f"{name_of(function)} is a method of a ScriptModule, which cannot be pickled apart from it: make the module on "
         f"the worker with arpc.remote, and call its method through the RRef"

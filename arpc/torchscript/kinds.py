@@ -1,4 +1,4 @@
-"""What torch can call besides plain functions, kind by kind: how each travels, and what is done before it is called."""
+"""The kinds of torch callables besides plain functions: how each is pickled, and how its calls are prepared."""
 
 from __future__ import annotations
 

@@ -16,13 +16,13 @@ __all__ = ["Operator", "builtin_operator", "reduce_overload", "reduce_packet"]
 
 
 class Operator:
-    """A builtin operator of torch, called with any of its overloads that fits, as TorchScript does it.
+    """A builtin operator of torch. A call runs the overload that fits its arguments, as in TorchScript.
 
     >>> Operator("aten::add")(torch.ones(2), 1)
     tensor([2., 2.])
 
-    Where none fits, torch says so for each: ``Overloaded torch operator invoked from Python failed to match any
-    schema``, a RuntimeError.
+    If none fits, torch raises a RuntimeError with the reason for each: ``Overloaded torch operator invoked from Python
+    failed to match any schema``. Raises `SerializationError` if torch has no operator of that name.
     """
 
     def __init__(self, name: str) -> None:
@@ -49,7 +49,7 @@ class Operator:
 
 
 def builtin_operator(function: object) -> Operator | None:
-    """The operator behind a function such as ``torch.add``; None if TorchScript knows none.
+    """Return the operator behind a function such as ``torch.add``; None if TorchScript knows none.
 
     >>> builtin_operator(torch.add)
     Operator('aten::add')
@@ -59,12 +59,12 @@ def builtin_operator(function: object) -> Operator | None:
 
 
 def reduce_packet(packet: Any, _: Parcel) -> tuple[Any, ...]:
-    """By its name in ``torch.ops``."""
+    """Pickle a packet by its name in ``torch.ops``."""
     return _packet, (packet_name(packet),)
 
 
 def reduce_overload(overload: Any, _: Parcel) -> tuple[Any, ...]:
-    """By the name of its packet in ``torch.ops``, and its own."""
+    """Pickle an overload by the name of its packet in ``torch.ops``, and its own."""
     return _overload, (packet_name(overload.overloadpacket), overload_name(overload))
 
 

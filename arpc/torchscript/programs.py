@@ -1,4 +1,4 @@
-"""What replaces TorchScript: programs of torch.export, and functions of torch.compile, as callables and as values."""
+"""The successors of TorchScript: torch.export programs and torch.compile functions, as callables and as values."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from arpc.wire.values.pickler import Parcel, importable_name
 __all__ = ["ProgramCall", "module_of", "prepare_program", "reduce_function", "reduce_program"]
 
 _MODULES: Final = 8
-"""How many programs that came as functions are kept, so that the next call need not load them again."""
+"""How many programs that were called are kept, so that the next call need not load them again."""
 _COMPILED: Final = 64
-"""How many functions are kept that were compiled here because a caller's was: to compile takes long."""
+"""How many functions that were compiled here for callers are kept: compiling takes long."""
 
 
 def module_of(program: ExportedProgram) -> torch.nn.Module:
-    """The module that a program of `torch.export` can be called as.
+    """Return the module with which a program of `torch.export` is called.
 
-    Made remotely, it stays there and is called through its RRef, as often as one likes::
+    Created by `arpc.remote`, it stays on its worker, and can be called through its RRef any number of times::
 
         model = arpc.remote("worker1", arpc.torchscript.module_of, args=(program,))
         await model.rpc_sync().forward(x)
@@ -43,7 +43,7 @@ def module_of(program: ExportedProgram) -> torch.nn.Module:
 
 
 def reduce_program(program: ExportedProgram, _: Parcel) -> tuple[Any, ...]:
-    """By value: graph, parameters and all."""
+    """Pickle a program by value, with its graph and parameters."""
     return _program, (PickleBuffer(_save(program)),)
 
 
@@ -58,7 +58,7 @@ def _program(saved: Any) -> ExportedProgram:
 
 
 class ProgramCall:
-    """A program as what is called remotely. It is loaded in the thread that runs it, not on the loop."""
+    """A program in the form in which it is called remotely. It is loaded in the thread that runs it, not the loop's."""
 
     def __init__(self, saved: Any) -> None:
         self._saved = saved
@@ -74,12 +74,12 @@ class ProgramCall:
 def prepare_program(
     program: ExportedProgram, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None
 ) -> tuple[ProgramCall, tuple[Any, ...]]:
-    """The program goes with the call."""
+    """Return the program, which is sent with the call, and the arguments."""
     return ProgramCall(_save(program)), (args, dict(kwargs or {}))
 
 
 class _Modules:
-    """The modules of the programs that were called last, by their content; used from any thread."""
+    """The modules of the programs that were called last, by the hash of their content. Safe from any thread."""
 
     def __init__(self) -> None:
         self._loaded: OrderedDict[bytes, torch.nn.Module] = OrderedDict()
@@ -92,11 +92,11 @@ class _Modules:
             if module is not None:
                 self._loaded.move_to_end(key)
                 return module
-        # outside of the lock: two may load the same one, and one of them is used
+        # outside of the lock: two threads may load the same program, and one of the modules is used
         program = _program(saved)
         made = module_of(program)
         if _changes_itself(program):
-            return made  # each call is one of the program as it was sent: what this one changes is not for the next
+            return made  # each call runs the program as it was sent, without the changes of the calls before
         with self._lock:
             module = self._loaded.setdefault(key, made)
             while len(self._loaded) > _MODULES:
@@ -105,7 +105,7 @@ class _Modules:
 
 
 def _changes_itself(program: ExportedProgram) -> bool:
-    """Whether a call may change buffers of the program. One that changes other tensors in place may count as such."""
+    """Return whether a call may change buffers of the program. Also True for some that change only other tensors."""
     signature = program.graph_signature
     if signature.buffers_to_mutate:
         return True
@@ -115,7 +115,7 @@ def _changes_itself(program: ExportedProgram) -> bool:
     )
 
 
-# What was loaded depends on its content alone, and so belongs to no worker
+# A module depends on the content of its program alone, so all workers of the process share them
 _modules: Final = _Modules()
 
 
@@ -123,9 +123,9 @@ _modules: Final = _Modules()
 
 
 def reduce_function(function: FunctionType, parcel: Parcel) -> Any:
-    """A function of `torch.compile`: by its name, or as what was compiled, to be compiled again.
+    """Pickle a function of `torch.compile`: by its name, or as the original function, to be compiled again.
 
-    Other functions, and compiled ones that are found under the name of what was compiled, go the usual way.
+    Other functions, and compiled ones that are found under the name of the original, are pickled as usual.
     """
     original = getattr(function, "_torchdynamo_orig_callable", None)
     if original is None or not hasattr(function, "get_compiler_config") or importable_name(function) is not None:
@@ -135,15 +135,15 @@ def reduce_function(function: FunctionType, parcel: Parcel) -> Any:
         return named_in_module, place
     variables = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
     if "self" not in variables:
-        return NotImplemented  # a version of torch that makes them otherwise
+        return NotImplemented  # a version of torch that builds them differently
     context = variables["self"].cell_contents
     return _compiled, (original, _backend_of(context.callback), _is_fullgraph(context), dynamic_setting(context))
 
 
 def _backend_of(callback: Any) -> Any:
-    from torch._dynamo import eval_frame  # slow, and there already: something was compiled
+    from torch._dynamo import eval_frame  # slow, but already imported: something was compiled
 
-    # torch up to 2.10 at least has one function for both
+    # torch up to 2.10 at least has one function for both functions and backends
     innermost: Any = getattr(eval_frame, "innermost_backend", None) or eval_frame.innermost_fn
     return innermost(callback)
 
@@ -151,7 +151,7 @@ def _backend_of(callback: Any) -> Any:
 def _is_fullgraph(context: Any) -> bool:
     if hasattr(context, "fullgraph"):
         return bool(context.fullgraph)
-    # torch 2.8 keeps it as the class of what compiles
+    # in torch 2.8 it is the class of the frame converter
     return type(getattr(context.callback, "_torchdynamo_orig_callable", None)).__name__ == "ConvertFrameAssert"
 
 
@@ -164,8 +164,8 @@ def _compiled(original: Callable[..., Any], backend: Any, fullgraph: bool, dynam
     if known is not None and known[0] == backend:
         _again.move_to_end(key)
         return known[1]
-    # what torch.compile calls in the end; torch.compile itself would wrap the backend once more
-    from torch._dynamo import optimize  # slow, and needed by what is compiled alone
+    # torch.compile itself, which calls this, would wrap the backend once more
+    from torch._dynamo import optimize  # slow, and needed only for compiled functions
 
     made: Callable[..., Any] = optimize(backend=backend, nopython=fullgraph, dynamic=dynamic)(original)
     _again[key] = backend, made

@@ -1,4 +1,4 @@
-"""How what torch has compiled travels: by the name under which the peer finds its own, by value where there is none."""
+"""Pickling of compiled TorchScript: by a name under which the peer finds its own object, else by value."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ from arpc.wire.values.reducers import MAIN_NAMES
 __all__ = ["named_in_module", "place_of", "reduce_script_error", "reduce_script_function", "reduce_script_module"]
 
 _LOADED: Final = 64
-"""How many functions that came by value are kept, so that the next call need not load them again."""
+"""How many functions that were received by value are kept, so that the next call need not load them again."""
 
 _saved: WeakKeyDictionary[Any, bytes] = WeakKeyDictionary()
 
 
-# -- where something is that a module has under a name
+# -- objects that a module has under a name
 
 
 def place_of(obj: Any, origin: Any, parcel: Parcel) -> tuple[str, str] | None:
-    """Module and name by which the peer finds its own ``obj``; None if it has none.
+    """Return the module and name by which the peer finds its own ``obj``; None if there are none.
 
-    ``origin`` is the function it was made of. Its own name comes first, then any other of that module: what is made as
-    in ``fast = torch.jit.script(slow)`` has one that it does not know of.
+    ``origin`` is the function that it was made from. The name of ``origin`` is tried first, then every other name in
+    its module: after ``fast = torch.jit.script(slow)``, the object does not know its own name ``fast``.
     """
     module_name = getattr(origin, "__module__", None)
     module = sys.modules.get(module_name or "")
@@ -52,7 +52,7 @@ def _walk(module: Any, qualname: str) -> Any:
 
 
 def named_in_module(module_name: str, qualname: str) -> Any:
-    """What this process has under a name. Raises `SerializationError` if that is nothing."""
+    """Return the object that this process has under a name. Raises `SerializationError` if there is none."""
     module = sys.modules["__main__"] if module_name in MAIN_NAMES else importlib.import_module(module_name)
     found = _walk(module, qualname)
     if found is None:
@@ -64,7 +64,7 @@ def named_in_module(module_name: str, qualname: str) -> Any:
 
 
 def reduce_script_function(function: Any, parcel: Parcel) -> tuple[Any, ...]:
-    """By its place in a module; else by its code, for which the peer may have the same function under that name."""
+    """Pickle a function by its place in a module, else by value; a peer that has the same code uses its own."""
     origin = getattr(function, "_torchdynamo_inline", None)
     place = place_of(function, origin, parcel)
     if place is not None:
@@ -89,15 +89,15 @@ def _script_function(qualified_name: str, module_name: str, qualname: str) -> An
 def _script_function_by_value(qualified_name: str, code: str, saved: bytes) -> Any:
     own: Any = torchjit.compiled_unit().find_function(qualified_name)
     if own is not None and own.code == code:
-        return own  # whose classes are those of this process
+        return own  # it uses the classes of this process
     return _Loaded(load_module(saved), qualified_name)
 
 
 class _Loaded:
-    """A function that came by value. TorchScript saves it as a module that has it as its method."""
+    """A function that was received by value. TorchScript saves a function as a method of a module."""
 
     def __init__(self, module: Any, qualified_name: str) -> None:
-        self._module = module  # whom the method does not keep alive
+        self._module = module  # the method does not keep it alive
         self.qualified_name = qualified_name
         self.name = qualified_name.rpartition(".")[2]
         self.schema = module.forward.schema
@@ -110,12 +110,12 @@ class _Loaded:
 
 
 def reduce_script_module(module: Any, _: Parcel) -> tuple[Any, ...]:
-    """By value: code, parameters and all."""
+    """Pickle a module by value, with its code and parameters."""
     return load_module, (PickleBuffer(module.save_to_buffer()),)
 
 
 def load_module(saved: Any) -> Any:
-    """The module that was saved. Raises `UnsupportedError` where torch has no TorchScript."""
+    """Load a saved module. Raises `UnsupportedError` if torch has no TorchScript."""
     return torchjit.load_module(bytes(saved))
 
 
@@ -123,5 +123,5 @@ def load_module(saved: Any) -> Any:
 
 
 def reduce_script_error(error: Any, _: Parcel) -> tuple[Any, ...]:
-    """As a `ScriptError`, which people can catch as a RuntimeError."""
+    """Pickle an error of TorchScript as a `ScriptError`, which users can catch as a RuntimeError."""
     return ScriptError, (str(error),)

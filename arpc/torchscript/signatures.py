@@ -1,4 +1,4 @@
-"""What a TorchScript function takes and returns, and whether arguments fit, in torch's own words."""
+"""The signatures of TorchScript functions, and the check of arguments against them, with torch's own error texts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ __all__ = ["Completed", "Signature", "signature_of"]
 
 
 class Completed(NamedTuple):
-    """The value of a future, on its way to where another future is made of it."""
+    """The value of a future, as it is sent to a worker that makes another future of it."""
 
     value: Any
 
@@ -25,15 +25,15 @@ class Completed(NamedTuple):
 class Signature:
     """The schema of one function.
 
-    Arguments are checked by a function of the same name and parameters that does nothing: torch looks at them as it
-    would when it calls the real one, and says the same of them.
+    Arguments are checked by a call of a function with the same name and parameters that does nothing: torch checks them
+    as it would for the real function, and raises the same errors.
     """
 
     def __init__(self, function: Any) -> None:
         schema = function.schema
         arguments = list(schema.arguments)
         if not isinstance(function, ScriptFunction):
-            del arguments[0]  # the module that one which came by value is a method of
+            del arguments[0]  # a function that was received by value is a method: this is its module
         if len(schema.returns) != 1:
             raise ScriptError(
                 f"{function.name} returns {len(schema.returns)} values, and a TorchScript function that is called "
@@ -44,7 +44,7 @@ class Signature:
         self.returns = schema.returns[0].type
         self.returns_future = self.returns.kind() == "FutureType"
         self._declaration = str(schema)
-        # of a future there travels the value
+        # for a future, its value is sent
         types = [_awaited(argument.type) for argument in arguments]
         self._futures = {
             place: _future_maker(type_)
@@ -55,7 +55,7 @@ class Signature:
         self._to_python = to_python(self.returns)
 
     def bind(self, args: tuple[Any, ...], kwargs: Mapping[str, Any] | None) -> tuple[Any, ...]:
-        """All arguments, in their order, defaults among them. Raises `ScriptError` if they do not fit."""
+        """Return all arguments in their order, defaults included. Raises `ScriptError` if they do not fit."""
         missing = self.names[len(args) :]
         named = {**{name: self.defaults[name] for name in missing if name in self.defaults}, **(kwargs or {})}
         if self._futures:
@@ -72,13 +72,13 @@ class Signature:
         return bound
 
     def received(self, args: Sequence[Any]) -> Sequence[Any]:
-        """The arguments of `bind` where the function runs."""
+        """Convert the arguments of `bind` on the callee: values of futures become futures again."""
         if not self._futures:
             return args
         return [self._futures[place](arg.value) if place in self._futures else arg for place, arg in enumerate(args)]
 
     def result(self, value: Any) -> Any:
-        """What the function returned, in the classes of the user."""
+        """Convert the result of the function to the user's classes."""
         return value if self._to_python is None else self._to_python(value)
 
 
@@ -87,7 +87,7 @@ def _awaited(type_: Any) -> Any:
 
 
 def _function(name: str, parameters: Any, build: Callable[[Any, list[Any]], Any] | None) -> Any:
-    """A function of TorchScript with these parameters; ``build`` makes the value it returns, which is else None."""
+    """Make a TorchScript function with these parameters; ``build`` makes its return value, by default None."""
     graph: Any = torch._C.Graph()
     inputs = []
     for parameter, type_ in parameters:
@@ -105,7 +105,7 @@ def _function(name: str, parameters: Any, build: Callable[[Any, list[Any]], Any]
 
 
 def _future_maker(type_: Any) -> Callable[[Any], Any]:
-    """A function from a value to a future of that type which has it. Torch makes them nowhere but in TorchScript."""
+    """Make a function that wraps a value in a future of that type: torch makes these only inside TorchScript."""
 
     def fork(graph: Any, inputs: list[Any]) -> Any:
         inner: Any = torch._C.Graph()
@@ -123,9 +123,9 @@ def _future_maker(type_: Any) -> Callable[[Any], Any]:
 
 
 def _value_of(future: Any) -> Any:
-    """The value of a future that is an argument."""
+    """Return the value of a future that is an argument. Raises `NotReadyError` if the future is not done."""
     if not isinstance(future, asyncio.Future | torch._C.Future):
-        return future  # for the check to complain of, unless it is the value itself
+        return future  # the check rejects it, unless it is the value itself
     if not future.done():
         raise NotReadyError("a future that is an argument of a TorchScript function is not done: await it first")
     return future.result() if isinstance(future, asyncio.Future) else future.value()
@@ -135,7 +135,7 @@ _known: WeakKeyDictionary[Any, Signature] = WeakKeyDictionary()
 
 
 def signature_of(function: Any) -> Signature:
-    """The signature of a function, made once."""
+    """Return the signature of a function, which is made once."""
     known = _known.get(function)
     if known is None:
         known = _known[function] = Signature(function)

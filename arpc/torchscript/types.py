@@ -1,4 +1,4 @@
-"""The types of TorchScript: from their text and back, and the classes of Python that stand for them."""
+"""The types of TorchScript: parsing and formatting them, and the Python classes that they stand for."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _SIMPLE: Final[dict[str, str]] = {
     "number": "NumberType",
     "str": "StringType",
 }
-"""By their names, the classes of ``torch._C`` that have one instance."""
+"""The classes of ``torch._C`` that have one instance, by the names of their types."""
 _GENERIC: Final[dict[str, tuple[int, str]]] = {
     "Dict": (2, "DictType"),
     "Future": (1, "FutureType"),
@@ -42,12 +42,12 @@ _MANGLED: Final = re.compile(r"___torch_mangle_\d+\.")
 
 
 def text_of(type_: torch._C.JitType) -> str:
-    """A type as people write it, such as ``Dict[str, List[int]]``; `parse_type` reads it."""
+    """Return the text of a type as in annotations, such as ``Dict[str, List[int]]``; `parse_type` reads it."""
     return str(type_.annotation_str)
 
 
 def parse_type(text: str) -> torch._C.JitType:
-    """The type of TorchScript that `text_of` wrote. Raises `ScriptError` if there is none like that.
+    """Return the TorchScript type with this text, as written by `text_of`. Raises `ScriptError` if there is none.
 
     >>> parse_type("Optional[List[int]]").annotation_str
     'Optional[List[int]]'
@@ -61,7 +61,7 @@ def parse_type(text: str) -> torch._C.JitType:
 
 
 class _Parser:
-    """Reads one text."""
+    """Parses one text."""
 
     def __init__(self, text: str) -> None:
         self._text = text
@@ -91,7 +91,7 @@ class _Parser:
 
     def _parts(self) -> list[Any]:
         self._expect("[")
-        if self._peek() == "(":  # of a tuple that has none
+        if self._peek() == "(":  # an empty tuple
             self._expect("(")
             self._expect(")")
             self._expect("]")
@@ -132,7 +132,7 @@ class _Parser:
 
 
 def python_class(qualified_name: str) -> type | None:
-    """The class that TorchScript calls ``__torch__.module.Name``, if a module that is loaded here has it."""
+    """Return the class that TorchScript calls ``__torch__.module.Name``; None if no loaded module has it."""
     names = _MANGLED.sub("", qualified_name).split(".")[1:]
     for length in range(len(names) - 1, -1, -1):
         found: Any = sys.modules.get(".".join(names[:length]) or "__main__")
@@ -144,14 +144,14 @@ def python_class(qualified_name: str) -> type | None:
 
 
 def contents_of(type_: Any) -> list[Any]:
-    """The types that a type is made of."""
+    """Return the types that a type is made of."""
     return [] if type_.kind() in {"ClassType", "InterfaceType"} else list(type_.containedTypes())
 
 
 def to_python(type_: Any) -> Callable[[Any], Any] | None:
-    """What makes a value as the user knows it out of what torch returns; None if that is the same.
+    """Return a function that converts torch's results of a type to the user's classes; None if none is needed.
 
-    For a NamedTuple, torch makes a class of its own each time. A module comes without the methods of Python's.
+    For a NamedTuple, torch makes a class of its own each time. A module is returned without its Python methods.
     """
     kind = type_.kind()
     if kind in {"ClassType", "InterfaceType"}:

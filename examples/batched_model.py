@@ -1,9 +1,9 @@
-"""A model that answers many callers at once: the same calls, one forward each and gathered by `arpc.batched`.
+"""A model that serves many callers at once: the same calls with one forward pass each, and batched by `arpc.batched`.
 
     python examples/batched_model.py --callers 64
 
-This process, the client, starts another that has the model: a network which learns to read the handwritten digits of
-scikit-learn before it serves. Each image is enlarged to 16 by 16 pixels.
+This process, the client, starts the server, a process that has the model: a network which learns to read the
+handwritten digits of scikit-learn before it serves. Each image is enlarged to 16 by 16 pixels.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ model = nn.Sequential(nn.Linear(INPUTS, 1024), nn.ReLU(), nn.Linear(1024, 1024),
 
 
 def load_digits() -> tuple[Tensor, Tensor]:
-    """1,797 images of handwritten digits, in a random order that is always the same, and which digits they are."""
+    """Return 1,797 images of handwritten digits and their labels, in a random order that is always the same."""
     from sklearn import datasets  # type: ignore[import-untyped]
 
     digits = datasets.load_digits()
@@ -54,23 +54,23 @@ def learn() -> None:
 
 
 def one_by_one(x: Tensor) -> Tensor:
-    """The model for one input."""
+    """Run the model on one input."""
     return model(x)  # type: ignore[no-any-return]
 
 
 @arpc.batched(max_size=32, max_wait_ms=2)
 def together(x: Tensor) -> Tensor:
-    """The model for as many inputs as there are callers."""
+    """Run the model on a batch: the inputs of as many callers as are waiting, 32 at most."""
     return model(x)  # type: ignore[no-any-return]
 
 
 async def processor_time_s() -> float:
-    """What this process has used so far."""
+    """Return the CPU time that this process has used so far."""
     return time.process_time()
 
 
 async def measure(function: Callable[..., Any], callers: int, calls: int) -> str:
-    """Let callers call a function side by side, each one call after another."""
+    """Measure concurrent callers of a function, each of which makes one call after another; return a line of text."""
     images, _ = load_digits()
 
     async def caller() -> None:
@@ -88,14 +88,14 @@ async def measure(function: Callable[..., Any], callers: int, calls: int) -> str
 
 
 async def run_client(init_method: str, callers: int, calls: int) -> None:
-    """Compare the two."""
+    """Compare both ways, and print the results."""
     async with arpc.init_rpc("client", rank=0, world_size=2, init_method=init_method):
         images, digits = (part[:400] for part in load_digits())  # the model has not seen these
         alone = await arpc.rpc_sync("server", one_by_one, args=(images[1],))
         batch = await asyncio.gather(*[arpc.rpc_async("server", together, args=(image,)) for image in images])
         print("the same answer:", torch.allclose(alone, batch[1], atol=1e-5))
         print(f"digits right: {(torch.stack(batch).argmax(dim=1) == digits).float().mean().item():.1%}")
-        for _ in range(2):  # the first is to warm up
+        for _ in range(2):  # the first time is the warm-up
             lines = [await measure(function, callers, calls) for function in (one_by_one, together)]
         print(f"{callers} callers, one by one:  {lines[0]}")
         print(f"{callers} callers, together:    {lines[1]}")
@@ -105,7 +105,7 @@ async def run_server(init_method: str) -> None:
     """Train the model, and serve it until the client is done."""
     learn()
     async with arpc.init_rpc("server", rank=1, world_size=2, init_method=init_method):
-        pass  # leaving waits until nobody has work left
+        pass  # leaving the block waits until no worker has work left
 
 
 def main() -> None:

@@ -2,9 +2,10 @@
 
     arpc launch --role server=1,trainer=2 examples/embedding_ddp.py
 
-The table is what does not fit on a trainer, in real life: it lives on the server, and trainers look up what they need.
-The layers above it are small: each trainer has a copy, and DistributedDataParallel keeps the copies equal, averaging
-their gradients by gloo in the middle of the same backward pass that takes the table's gradients to the server.
+The table is the part that, in real life, does not fit on a trainer: it lives on the server, and trainers look up the
+rows that they need. The layers above it are small: each trainer has a copy, and DistributedDataParallel keeps the
+copies equal, averaging their gradients by gloo in the middle of the same backward pass that sends the table's gradients
+to the server.
 
 The model reads 32 words of this project's own docs and learns which page they are from.
 """
@@ -33,7 +34,7 @@ BAG, BLOCK, WIDTH = 32, 64, 32
 
 
 class Docs:
-    """Bags of words that stand side by side in some pages. Every fifth block of a page is kept to test with."""
+    """Bags of neighbouring words of some pages. Every fifth block of a page is kept for testing."""
 
     def __init__(self) -> None:
         pages = [re.findall(r"\w+", (DOCS / f"{page}.md").read_text(encoding="utf-8").lower()) for page in PAGES]
@@ -46,21 +47,21 @@ class Docs:
 
     @staticmethod
     def draw(bags: list[Tensor], size: int, dice: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Some bags, and the number of the page that each is from."""
+        """Draw some bags at random; return them with the number of the page that each is from."""
         pages = torch.randint(len(bags), (size,), generator=dice)
         words = [bags[page][int(torch.randint(len(bags[page]), (), generator=dice))] for page in pages.tolist()]
         return torch.stack(words), pages
 
 
 def make_table(words: int) -> nn.EmbeddingBag:
-    """The table, with small numbers at first: words that are rare then matter less."""
+    """Make the table, with small initial values, so that rare words matter less."""
     table = nn.EmbeddingBag(words, WIDTH, mode="mean")
     nn.init.normal_(table.weight, std=0.1)
     return table
 
 
 class Model(nn.Module):
-    """The table on the server, and the layers here."""
+    """The model: the table on the server, and the layers on this trainer."""
 
     def __init__(self, table: arpc.nn.RemoteModule[nn.EmbeddingBag], layers: nn.Module) -> None:
         super().__init__()
@@ -73,7 +74,7 @@ class Model(nn.Module):
 
 
 def join_trainers() -> int:
-    """Make the process group of the trainers, next to the group that arpc has made of all; this one's rank in it."""
+    """Make the process group of the trainers, besides arpc's group of all workers; return this one's rank in it."""
     store = TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     rank, size = int(os.environ["ARPC_ROLE_RANK"]), int(os.environ["ARPC_ROLE_SIZE"])
     distributed.init_process_group("gloo", store=PrefixStore("trainers", store), rank=rank, world_size=size)
@@ -81,11 +82,11 @@ def join_trainers() -> int:
 
 
 async def train(table: arpc.nn.RemoteModule[nn.EmbeddingBag], steps: int) -> str:
-    """What the first trainer asks each of them to do, itself too; the end of its copy of the layers, as text."""
+    """Train; return the last biases of this copy of the layers, as text. Called by trainer0 on every trainer."""
     rank = await asyncio.to_thread(join_trainers)
     copy = nn.Sequential(nn.Linear(WIDTH, 64), nn.ReLU(), nn.Linear(64, len(PAGES)))
-    layers = await asyncio.to_thread(DistributedDataParallel, copy)  # waits for the others, and the loop must not
-    arpc.autograd.heed_accumulate_hooks(layers.parameters())  # those of DistributedDataParallel, which average
+    layers = await asyncio.to_thread(DistributedDataParallel, copy)  # blocks until the others come, so not on the loop
+    arpc.autograd.heed_accumulate_hooks(layers.parameters())  # DistributedDataParallel's hooks, which average
     model, docs, dice = Model(table, layers), Docs(), torch.Generator().manual_seed(rank)
     optimizer = await arpc.optim.DistributedOptimizer(torch.optim.Adam, await arpc.nn.parameter_rrefs(model), lr=3e-3)
     started = time.perf_counter()
@@ -108,12 +109,12 @@ async def train(table: arpc.nn.RemoteModule[nn.EmbeddingBag], steps: int) -> str
 
 
 async def main(arguments: argparse.Namespace) -> None:
-    """The life of each process: all serve the first trainer, until it leaves."""
-    async with arpc.init_rpc() as worker:  # name, rank, secret and where to meet are in the environment
+    """Run one process: all workers serve the first trainer, until it leaves."""
+    async with arpc.init_rpc() as worker:  # name, rank, secret and meeting place are in the environment
         if worker.name == "trainer0":
             table = arpc.nn.RemoteModule.at(SERVER)(make_table, Docs().words)
             trainers = [one.name for one in worker.get_worker_infos() if one.name != SERVER]
-            # all of them get a handle to the same table
+            # all trainers get a handle to the same table
             training = [arpc.rpc_async(one, train, (table, arguments.steps), timeout=0) for one in trainers]
             ends = await asyncio.gather(*training)
             for name, end in zip(trainers, ends, strict=True):

@@ -2,10 +2,10 @@
 
     python examples/fault_tolerant.py
 
-The group is elastic: workers join and leave at any time. This process is the server. It starts the trainers, asks each
-of them to train, and learns at once when one dies (of SIGKILL: nothing is told): the call that it had there ends with
-`WorkerLostError`. It then starts another process under the same name, which goes on where the dead one was. Gradients
-that were on their way are lost, and nothing else is.
+The group is elastic: workers join and leave at any time. This process is the server. It starts the trainers, calls
+each of them to train, and notices at once when one dies (by SIGKILL, without a goodbye): its call to that trainer fails
+with `WorkerLostError`. It then starts another process under the same name, which continues where the dead one stopped.
+Gradients that were in flight are lost, and nothing else is.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ TEST_IMAGES = 400
 
 
 def make_model() -> nn.Module:
-    """From the 64 pixels of an image to a score for each digit."""
+    """Make the model: from the 64 pixels of an image to a score for each digit."""
     return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
 
 
 def load_digits() -> tuple[Tensor, Tensor]:
-    """1,797 images of handwritten digits, which come with scikit-learn, shuffled; and which digit each of them is."""
+    """Return 1,797 images of handwritten digits, which come with scikit-learn, and their labels, shuffled."""
     from sklearn import datasets  # type: ignore[import-untyped]
 
     digits = datasets.load_digits()
@@ -46,7 +46,7 @@ def load_digits() -> tuple[Tensor, Tensor]:
 
 
 async def train(images: Tensor, digits: Tensor, first: int, steps: int) -> None:
-    """Compute gradients for these steps on a share of the images, and hand them in one by one."""
+    """Compute gradients for these steps on a share of the images, and push them to the server one by one."""
     model, name = make_model(), arpc.get_worker_info().name
     dice = torch.Generator().manual_seed(first)
     weights = await arpc.rpc_sync("server", pull)
@@ -59,7 +59,7 @@ async def train(images: Tensor, digits: Tensor, first: int, steps: int) -> None:
 
 
 async def be_trainer(name: str, place: str) -> None:
-    """The life of a trainer: say that it is there, and do what is asked for until it may leave."""
+    """Run a trainer: register it at the server, and serve calls until it may leave."""
     async with arpc.init_rpc(name, world_size=None, init_method=place):
         await arpc.rpc_sync("server", join, (name,), timeout=0)
 
@@ -68,7 +68,7 @@ async def be_trainer(name: str, place: str) -> None:
 
 
 class Trainer:
-    """One place for a trainer with its share of the images, and whichever process fills it."""
+    """One trainer: its share of the images, and the process that trains on it at present."""
 
     def __init__(self, name: str, images: Tensor, digits: Tensor) -> None:
         self.name, self.images, self.digits = name, images, digits
@@ -80,7 +80,7 @@ class Trainer:
 
 
 class Server:
-    """The parameters, and the trainers that move them."""
+    """The parameters, and the trainers that push gradients."""
 
     def __init__(self, place: str, trainers: int, steps: int) -> None:
         self.weights = nn.Parameter(parameters_to_vector(make_model().parameters()))
@@ -95,28 +95,28 @@ class Server:
 
     @property
     def pushes(self) -> int:
-        """How many gradients have come."""
+        """The number of gradients received so far."""
         return sum(trainer.pushes for trainer in self.trainers.values())
 
     def push(self, name: str, gradient: Tensor) -> Tensor:
-        """Apply one gradient."""
+        """Apply one gradient, and return the new parameters."""
         self.weights.grad = gradient
         self.optimizer.step()
         self.trainers[name].pushes += 1
         self.pushed.set()
-        self.pushed.clear()  # whoever waited goes on all the same
-        self.published = self.weights.detach().clone()  # what is sent must not change any more
+        self.pushed.clear()  # tasks that were waiting go on nevertheless
+        self.published = self.weights.detach().clone()  # a tensor that is being sent must not change
         return self.published
 
     @torch.no_grad()
     def accuracy(self) -> float:
-        """The share of images that the parameters get right, of images that no trainer has seen."""
+        """Return the accuracy on images that no trainer has seen."""
         model = make_model()
         vector_to_parameters(self.published, model.parameters())
         return float((model(self.test_images).argmax(dim=1) == self.test_digits).double().mean())
 
     async def keep_training(self, trainer: Trainer) -> None:
-        """See to it that all gradients of one trainer are computed, by as many processes as that takes."""
+        """Make sure that all gradients of one trainer are computed, by as many processes as necessary."""
         while trainer.pushes < self.steps:
             trainer.joined.clear()
             process = trainer.process = await asyncio.create_subprocess_exec(
@@ -138,7 +138,7 @@ class Server:
                     await process.wait()
 
     async def cause_trouble(self, kills: int) -> None:
-        """Kill a trainer each time another part of the work is done."""
+        """Kill trainers, `kills` times, evenly spread over the work."""
         total = self.steps * len(self.trainers)
         for kill in range(1, kills + 1):
             while self.pushes < total * kill / (kills + 1):
@@ -152,30 +152,30 @@ class Server:
             victim.process.kill()
 
 
-server: Server  # there is one in the server's process only; the functions below run there, and find it
+server: Server  # exists in the server's process only, where the functions below run
 
 
 async def join(name: str) -> None:
-    """A trainer is there. It is answered when it may leave."""
+    """Register a trainer. Returns when the trainer may leave."""
     trainer = server.trainers[name]
     trainer.joined.set()
     await trainer.may_leave.wait()
 
 
 async def pull() -> Tensor:
-    """The parameters as they are now."""
+    """Return the current parameters."""
     return server.published
 
 
 async def push(name: str, gradient: Tensor) -> Tensor:
-    """Hand in a gradient; the parameters after it."""
+    """Apply a gradient, and return the new parameters."""
     return server.push(name, gradient)
 
 
 async def be_server(place: str, arguments: argparse.Namespace) -> None:
-    """Train, come what may, and tell how it went."""
+    """Train in spite of the kills, and print the results."""
     global server  # noqa: PLW0603 - one process, one server
-    os.environ |= {"ARPC_SECRET": secrets.token_hex(), "OMP_NUM_THREADS": "1"}  # for the trainers, too
+    os.environ |= {"ARPC_SECRET": secrets.token_hex(), "OMP_NUM_THREADS": "1"}  # inherited by the trainers
     server = Server(place, arguments.trainers, arguments.steps)
     async with arpc.init_rpc("server", world_size=None, init_method=place), asyncio.TaskGroup() as group:
         before, started = server.accuracy(), time.perf_counter()
@@ -191,7 +191,7 @@ async def be_server(place: str, arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Read the command line, and be the server or one of its trainers."""
+    """Parse the command line, and run the server or one of its trainers."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--trainers", type=int, default=3, help="how many train (3)")
     parser.add_argument("--steps", type=int, default=500, help="how many gradients each of them computes (500)")

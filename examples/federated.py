@@ -1,11 +1,11 @@
-"""Federated averaging with clients that come and go: data stay where they are, only models travel.
+"""Federated averaging with clients that come and go: data stay where they are, only models are sent.
 
     python examples/federated.py
 
-Every client has images of handwritten digits that no other sees, and mostly of two of the ten digits. In each round the
-server sends its model to the clients that are there; they train it on their data, and the server averages what comes
-back in time. Clients join late, leave early, or are too slow for a round. The group is elastic, so none of that is an
-error: the server goes on with those it has.
+Every client has images of handwritten digits that it shows to no other worker, mostly of two of the ten digits. In each
+round the server sends its model to the present clients; they train it on their data, and the server averages the models
+that come back in time. Clients join late, leave early, or are too slow for a round. The group is elastic, so none of
+that is an error: the server goes on with the clients that it has.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ TEST_IMAGES = 400
 
 
 def make_model() -> nn.Module:
-    """From the 64 pixels of an image to a score for each digit."""
+    """Make the model: from the 64 pixels of an image to a score for each digit."""
     return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, DIGITS))
 
 
 def load_digits() -> tuple[Tensor, Tensor]:
-    """1,797 images of handwritten digits, which come with scikit-learn, shuffled; and which digit each of them is."""
+    """Return 1,797 images of handwritten digits, which come with scikit-learn, and their labels, shuffled."""
     from sklearn import datasets  # type: ignore[import-untyped]
 
     digits = datasets.load_digits()
@@ -47,18 +47,18 @@ def load_digits() -> tuple[Tensor, Tensor]:
 
 
 class Client:
-    """Data that stay here, and how to learn from them."""
+    """One client's own data, and the training on them."""
 
     def __init__(self, number: int) -> None:
         images, digits = load_digits()
-        images, digits = images[TEST_IMAGES:], digits[TEST_IMAGES:]  # the server tests with the others
+        images, digits = images[TEST_IMAGES:], digits[TEST_IMAGES:]  # the server tests with the first ones
         is_favourite = (digits == number % DIGITS) | (digits == (number + 1) % DIGITS)
         weights = torch.where(is_favourite, 12.0, 1.0)
         mine = torch.multinomial(weights, 128, generator=torch.Generator().manual_seed(number))
         self.images, self.digits = images[mine], digits[mine]
 
     def train(self, weights: Tensor, epochs: int) -> tuple[Tensor, int]:
-        """A model that has also seen the data here, and how many those are."""
+        """Train a model on the data of this client; return its weights and the number of images."""
         model = make_model()
         vector_to_parameters(weights, model.parameters())
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -71,16 +71,16 @@ class Client:
         return parameters_to_vector(model.parameters()).detach(), len(self.digits)
 
 
-client: Client  # there is one in each client's process
+client: Client  # exists in each client's process
 
 
 def train(weights: Tensor, epochs: int) -> tuple[Tensor, int]:
-    """What the server asks a client for in each round. A plain function: it runs in a thread."""
+    """Train on this client's data: called by the server in each round. A plain function, so it runs in a thread."""
     return client.train(weights, epochs)
 
 
 async def be_client(number: int, place: str, rounds: int) -> None:
-    """The life of a client: join, take part in some rounds, and leave."""
+    """Run a client: join, take part in some rounds, and leave."""
     global client  # noqa: PLW0603 - one process, one client
     client = Client(number)
     async with arpc.init_rpc(f"client{number}", world_size=None, init_method=place):
@@ -91,7 +91,7 @@ async def be_client(number: int, place: str, rounds: int) -> None:
 
 
 class Round(NamedTuple):
-    """How a round went."""
+    """The result of a round."""
 
     number: int
     asked: int
@@ -103,7 +103,7 @@ class Round(NamedTuple):
 
 
 class Server:
-    """The model that everybody gets, and who is there to train it."""
+    """The model that all clients get, and the clients that are present."""
 
     def __init__(self) -> None:
         self.weights = parameters_to_vector(make_model().parameters()).detach()
@@ -113,22 +113,22 @@ class Server:
         self.seen: set[str] = set()
 
     async def take_part(self, name: str, rounds: int) -> None:
-        """A client is there for some rounds. It is answered when they are over."""
+        """Register a client for some rounds. Returns when these are over."""
         async with self.changed:
             self.rounds_left[name] = rounds
             self.seen.add(name)
             self.changed.notify_all()
             try:
                 await self.changed.wait_for(lambda: self.is_over or self.rounds_left[name] <= 0)
-            finally:  # also if the client is lost, which cancels this
+            finally:  # also if the client is lost, which cancels this handler
                 del self.rounds_left[name]
 
     async def run_round(self, number: int, timeout_s: float, test: tuple[Tensor, Tensor]) -> Round:
-        """Let everybody who is there train, and average what comes back in time."""
+        """Let all present clients train, and average the models that come back in time."""
         async with self.changed:
             await self.changed.wait_for(lambda: self.rounds_left)
         asked = [
-            arpc.rpc_async(name, train, (self.weights, 1), timeout=timeout_s)  # cancelled there when time is up
+            arpc.rpc_async(name, train, (self.weights, 1), timeout=timeout_s)  # the client cancels it at the timeout
             for name in self.rounds_left
         ]
         answers = await asyncio.gather(*asked, return_exceptions=True)
@@ -137,7 +137,7 @@ class Server:
             if not isinstance(answer, BaseException):
                 came.append(answer)
             elif not isinstance(answer, arpc.CallError | arpc.UnknownWorkerError):
-                raise answer  # those two are late, lost, or on their way out: nothing to end the training for
+                raise answer  # those two: the client is late, lost, or leaving, and training goes on
         if came:
             total = sum(size for _, size in came)
             self.weights = torch.stack([weights * (size / total) for weights, size in came]).sum(dim=0)
@@ -148,29 +148,29 @@ class Server:
         return Round(number, len(asked), len(came), self.accuracy(*test))
 
     async def end(self) -> None:
-        """Let everybody go, also those who come late."""
+        """Let all clients leave, also those that register later."""
         async with self.changed:
             self.is_over = True
             self.changed.notify_all()
 
     @torch.no_grad()
     def accuracy(self, images: Tensor, digits: Tensor) -> float:
-        """The share of images of all digits that the model gets right."""
+        """Return the accuracy of the model on images of all digits."""
         model = make_model()
         vector_to_parameters(self.weights, model.parameters())
         return float((model(images).argmax(dim=1) == digits).double().mean())
 
 
-server: Server  # there is one in the server's process only; the function below runs there, and finds it
+server: Server  # exists in the server's process only, where the function below runs
 
 
 async def take_part(name: str, rounds: int) -> None:
-    """What clients call when they join."""
+    """Register a client: called by each client when it has joined."""
     await server.take_part(name, rounds)
 
 
 async def start_client(number: int, place: str, rounds: int) -> None:
-    """Start the process of a client and own it: however this coroutine ends, the process has ended before."""
+    """Run the process of a client. When this coroutine ends, for whatever reason, the process has ended."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, __file__, "--client", str(number), "--place", place, "--stay", str(rounds)
     )
@@ -185,7 +185,7 @@ async def start_client(number: int, place: str, rounds: int) -> None:
 async def be_server(place: str, arguments: argparse.Namespace) -> None:
     """Run all rounds while clients come and go."""
     global server  # noqa: PLW0603 - one process, one server
-    os.environ |= {"ARPC_SECRET": secrets.token_hex(), "OMP_NUM_THREADS": "1"}  # for the clients, too
+    os.environ |= {"ARPC_SECRET": secrets.token_hex(), "OMP_NUM_THREADS": "1"}  # inherited by the clients
     server = Server()
     images, digits = load_digits()
     test = images[:TEST_IMAGES], digits[:TEST_IMAGES]
@@ -194,10 +194,10 @@ async def be_server(place: str, arguments: argparse.Namespace) -> None:
         print(f"accuracy {server.accuracy(*test):.1%} before the first round", flush=True)
         started = 0
         for number in range(1, arguments.rounds + 1):
-            while started < 4 + number // 4:  # another one every four rounds; each stays for some, and leaves
+            while started < 4 + number // 4:  # a new one every four rounds; each stays for some, and leaves
                 clients.create_task(start_client(started, place, arguments.stay))
                 started += 1
-            pause = clients.create_task(asyncio.sleep(arguments.pace))  # rounds begin at fixed times, whoever is there
+            pause = clients.create_task(asyncio.sleep(arguments.pace))  # rounds begin at fixed times
             history.append(await server.run_round(number, 5.0, test))
             await pause
             print(history[-1], flush=True)
@@ -209,7 +209,7 @@ async def be_server(place: str, arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Read the command line, and be the server or one of its clients."""
+    """Parse the command line, and run the server or one of its clients."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=24, help="how many rounds there are (24)")
     parser.add_argument("--stay", type=int, default=12, help="how many of them a client stays for (12)")

@@ -1,4 +1,4 @@
-"""Hogwild: several trainers change the same parameters at the same time, and nobody holds a lock.
+"""Hogwild: several trainers change the same parameters at the same time, without a lock.
 
     arpc launch --role driver=1,server=1,trainer=2 examples/hogwild.py
 
@@ -27,12 +27,12 @@ TEST_IMAGES = 400
 
 
 def make_model() -> nn.Module:
-    """From the 64 pixels of an image to a score for each digit."""
+    """Make the model: from the 64 pixels of an image to a score for each digit."""
     return nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 10))
 
 
 def load_digits() -> tuple[Tensor, Tensor]:
-    """1,797 images of handwritten digits, which come with scikit-learn, shuffled; and which digit each of them is."""
+    """Return 1,797 images of handwritten digits, which come with scikit-learn, and their labels, shuffled."""
     from sklearn import datasets  # type: ignore[import-untyped]
 
     digits = datasets.load_digits()
@@ -41,7 +41,7 @@ def load_digits() -> tuple[Tensor, Tensor]:
 
 
 async def train(model: arpc.nn.RemoteModule[nn.Module], images: Tensor, digits: Tensor, steps: int, lock: bool) -> None:
-    """What the driver asks every trainer to do, with a share of the images and a handle to the model of all."""
+    """Train the common model on a share of the images: called by the driver on every trainer."""
     dice = torch.Generator().manual_seed(0)
     optimizer = await arpc.optim.DistributedOptimizer(
         torch.optim.SGD, await model.remote_parameters(), serialize_steps=lock, lr=0.05, momentum=0.9
@@ -55,14 +55,14 @@ async def train(model: arpc.nn.RemoteModule[nn.Module], images: Tensor, digits: 
 
 
 class Result(NamedTuple):
-    """How one of the two ways went."""
+    """The result of one of the two ways."""
 
     losses: list[float]
     seconds: float
 
 
 async def compare(trainers: list[str], steps: int, lock: bool) -> Result:
-    """Train a new model one of the two ways, and look at its loss on the way."""
+    """Train a new model in one of the two ways, and sample its loss meanwhile."""
     model = arpc.nn.RemoteModule(SERVER, make_model)
     images, digits = load_digits()
     shares = zip(images[TEST_IMAGES:].chunk(len(trainers)), digits[TEST_IMAGES:].chunk(len(trainers)), strict=True)
@@ -73,7 +73,7 @@ async def compare(trainers: list[str], steps: int, lock: bool) -> Result:
 
     await train(
         model, images[:64], digits[:64], 1, lock
-    )  # a process's first optimizer loads a good part of torch: not to be timed
+    )  # a process's first optimizer imports a good part of torch, which should not be timed
     losses, started = [await look()], time.perf_counter()
     way = "with locks" if lock else "without   "
     async with asyncio.TaskGroup() as group:
@@ -89,7 +89,7 @@ async def compare(trainers: list[str], steps: int, lock: bool) -> Result:
 
 
 def draw(results: dict[str, Result], path: Path) -> None:
-    """A picture of both."""
+    """Draw the losses of both ways."""
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
@@ -106,8 +106,8 @@ def draw(results: dict[str, Result], path: Path) -> None:
 
 
 async def main(arguments: argparse.Namespace) -> None:
-    """The life of each process: the others serve the driver, until it leaves."""
-    async with arpc.init_rpc() as worker:  # name, rank, secret and where to meet are in the environment
+    """Run one process: the other workers serve the driver, until it leaves."""
+    async with arpc.init_rpc() as worker:  # name, rank, secret and meeting place are in the environment
         if worker.name != DRIVER:
             return
         trainers = [one.name for one in worker.get_worker_infos() if one.name not in {DRIVER, SERVER}]

@@ -5,15 +5,15 @@
 The server keeps the parameters. Each trainer has a share of the images, pushes gradients to the server and goes on with
 the parameters that come back.
 
-- sync: the server waits for a gradient of every trainer and applies their mean, so that all go on alike;
-- async: it applies each gradient when it comes, and nobody waits for anybody;
-- batch: it applies the mean of those that came during the step before, so that many trainers cost it no more than few.
+- sync: the server waits for a gradient of every trainer and applies their mean, so that all continue alike;
+- async: it applies each gradient when it comes, and no trainer waits for another;
+- batch: it applies the mean of the gradients that came during the step before: many trainers cost no more than few.
 
-The driver runs them one after the other and shows how it goes. With --kill it ends one trainer by SIGKILL on the way.
-The group is elastic, so all it takes is a launcher that starts that trainer again (`arpc launch --elastic` does): the
-driver learns of the loss at once, and the new process goes on where the old one was.
+The driver runs them one after the other and shows the progress. With --kill it ends one trainer by SIGKILL on the way.
+The group is elastic, so a launcher that starts that trainer again is enough (`arpc launch --elastic` does): the driver
+notices the loss at once, and the new process continues where the old one stopped.
 
-Every process runs this file, and its rank says what it is, so that torchrun and srun do as well as `arpc launch`.
+Every process runs this file, and its rank determines its role, so that torchrun and srun do as well as `arpc launch`.
 Without any of them it launches itself. The images are the digits of scikit-learn, which come with that package.
 """
 
@@ -40,18 +40,18 @@ from torch.nn.utils import parameters_to_vector, vector_to_parameters
 import arpc
 from arpc.log import get_logger
 
-logger = get_logger("parameter_server")  # the dashboard shows what is logged, and on which worker
+logger = get_logger("parameter_server")  # the dashboard shows the log, with the worker of each record
 MODES = ("sync", "async", "batch")
 DRIVER, SERVER = "driver0", "server0"  # the ranks 0 and 1; all others are trainers
 
 
 def make_model() -> nn.Module:
-    """From the 64 pixels of an image to a score for each digit."""
+    """Make the model: from the 64 pixels of an image to a score for each digit."""
     return nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 256), nn.ReLU(), nn.Linear(256, 10))
 
 
 def load_digits() -> tuple[Tensor, Tensor]:
-    """1,797 images of handwritten digits, in a random order that is always the same, and which digits they are."""
+    """Return 1,797 images of handwritten digits and their labels, in a random order that is always the same."""
     from sklearn import datasets  # type: ignore[import-untyped]
 
     digits = datasets.load_digits()
@@ -63,7 +63,7 @@ def load_digits() -> tuple[Tensor, Tensor]:
 
 
 class Progressed(NamedTuple):
-    """How far the server has come."""
+    """The progress of the server."""
 
     pushes: int
     steps: int
@@ -71,7 +71,7 @@ class Progressed(NamedTuple):
 
 
 class ParameterServer:
-    """The parameters of the model as one vector, and the optimizer that moves it."""
+    """The parameters of the model as one vector, and the optimizer that updates it."""
 
     def __init__(self, mode: str, trainers: list[str]) -> None:
         torch.manual_seed(0)  # all modes start from the same parameters
@@ -85,17 +85,17 @@ class ParameterServer:
         self._changed = asyncio.Condition()
 
     async def pull(self) -> Tensor:
-        """The parameters as they are now."""
+        """Return the current parameters."""
         return self.published
 
     async def pushes_of(self, trainer: str) -> int:
-        """How many gradients of a trainer were applied."""
+        """Return how many gradients of a trainer were applied."""
         return self.pushes[trainer]
 
     async def push(self, trainer: str, number: int, gradient: Tensor) -> Tensor:
-        """Hand in the gradient of that number; the parameters that go on with it.
+        """Submit the gradient of step `number`; return the parameters after it was applied.
 
-        A trainer that was killed may have handed it in already, and its successor does not know: it counts once.
+        A trainer that was killed may have submitted it already, unknown to its successor: it is applied once.
         """
         async with self._changed:
             if self.pushes[trainer] <= number:
@@ -103,7 +103,7 @@ class ParameterServer:
                 self._changed.notify_all()
             try:
                 await self._changed.wait_for(lambda: self.pushes[trainer] > number)
-            finally:  # also if the trainer is lost, which cancels this
+            finally:  # also if the trainer is lost, which cancels this handler
                 if self._pending.get(trainer) is gradient:
                     del self._pending[trainer]
         return self.published
@@ -115,7 +115,7 @@ class ParameterServer:
                 await self._changed.wait_for(self._is_ready)
                 count = 1 if self.mode == "async" else len(self._pending)
                 taken = {trainer: self._pending.pop(trainer) for trainer in list(self._pending)[:count]}
-            await asyncio.to_thread(self._step, list(taken.values()))  # meanwhile the loop takes further gradients
+            await asyncio.to_thread(self._step, list(taken.values()))  # meanwhile the loop receives further gradients
             async with self._changed:
                 for trainer in taken:
                     self.pushes[trainer] += 1
@@ -127,12 +127,12 @@ class ParameterServer:
     def _step(self, gradients: list[Tensor]) -> None:
         self.weights.grad = torch.stack(gradients).mean(dim=0)
         self.optimizer.step()
-        # Tensors are sent from their own memory: what is handed out must not change any more, so it is a copy
+        # Tensors are sent from their own memory, so the published one must not change: it is a copy
         self.published = self.weights.detach().clone()
         self.steps += 1
 
     async def watch(self) -> AsyncIterator[Progressed]:
-        """How it goes, several times a second, for as long as somebody reads this."""
+        """Yield the progress several times a second, until the reader closes the stream."""
         while True:
             yield Progressed(sum(self.pushes.values()), self.steps, self.published)
             await asyncio.sleep(0.1)
@@ -144,7 +144,7 @@ class ParameterServer:
 async def train(
     server: arpc.RRef[ParameterServer], images: Tensor, digits: Tensor, first: int, steps: int, pause_s: float
 ) -> None:
-    """What the driver asks every trainer to do, with its share of the images."""
+    """Train on a share of the images: called by the driver on every trainer."""
     model, name = make_model(), arpc.get_worker_info().name
     logger.info("trains with %d images, from step %d to %d", len(images), first, steps)
     dice = torch.Generator().manual_seed(first)
@@ -162,7 +162,7 @@ async def train(
 
 
 class Trainer:
-    """A place in the group, and whichever process fills it."""
+    """One trainer: its share of the images, and the process that has its name at present."""
 
     def __init__(self, name: str, images: Tensor, digits: Tensor) -> None:
         self.name, self.images, self.digits = name, images, digits
@@ -171,7 +171,7 @@ class Trainer:
 
 
 class Report(NamedTuple):
-    """How far the training has come."""
+    """The progress of the training."""
 
     seconds: float
     pushes: int
@@ -182,13 +182,13 @@ class Report(NamedTuple):
 
     @property
     def mb_per_s(self) -> float:
-        """With every call a gradient goes one way and the parameters the other."""
+        """The data rate: with every call a gradient is sent, and the parameters are returned."""
         size_bytes = 4 * sum(parameter.numel() for parameter in make_model().parameters())
         return 2 * size_bytes * self.calls_per_s / 1e6
 
 
 class Driver:
-    """Asks for everything, and shows it."""
+    """Starts everything, and shows the progress."""
 
     def __init__(self, trainers: int, arguments: argparse.Namespace) -> None:
         images, digits = load_digits()
@@ -199,12 +199,12 @@ class Driver:
         self.over = asyncio.Event()
         self.server_is_there = asyncio.Event()
         self.kills: dict[str, float] = {}
-        # the launcher says how wide a bar may be, if there is a terminal that it can be seen on
+        # the launcher sets the width of a progress bar, if it has a terminal to show one
         columns = os.environ.get("ARPC_LAUNCH_COLUMNS")
         self.console = Console(width=int(columns), force_terminal=True) if columns else Console()
 
     async def take_part(self, name: str, pid: int) -> None:
-        """A worker is there. It is answered when it may leave."""
+        """Register a worker. Returns when the worker may leave."""
         if name == SERVER:
             self.server_is_there.set()
         else:
@@ -213,7 +213,7 @@ class Driver:
 
     @torch.no_grad()
     def evaluate(self, weights: Tensor) -> tuple[float, float]:
-        """Loss and accuracy on images that no trainer has seen."""
+        """Return loss and accuracy on images that no trainer has seen."""
         model = make_model()
         vector_to_parameters(weights, model.parameters())
         scores = model(self.test_images)
@@ -221,7 +221,7 @@ class Driver:
         return cross_entropy(scores, self.test_digits).item(), right
 
     async def run_mode(self, mode: str) -> list[Report]:
-        """Train a new model in one of the three ways, and show how it goes."""
+        """Train a new model in one of the three ways, and show the progress."""
         server = arpc.remote(SERVER, ParameterServer, (mode, list(self.trainers)))
         for trainer in self.trainers.values():
             await self.arrive(trainer)
@@ -233,16 +233,16 @@ class Driver:
         return reports
 
     async def serve(self, server: arpc.RRef[ParameterServer]) -> None:
-        """Let the server apply gradients, until cancelled: which is told to it."""
+        """Have the server apply gradients until this is cancelled, which cancels the handler there too."""
         await server.rpc_sync(timeout=0).serve()
 
     async def arrive(self, trainer: Trainer) -> None:
-        """Wait for the process of a trainer, if there is none."""
+        """Wait until the process of a trainer has registered, if there is none."""
         if not trainer.pid:
             trainer.pid = await trainer.arrivals.get()
 
     async def keep_training(self, trainer: Trainer, server: arpc.RRef[ParameterServer]) -> None:
-        """See to it that all gradients of one trainer are computed, by as many processes as that takes."""
+        """Make sure that all gradients of one trainer are computed, by as many processes as necessary."""
         steps, pause_s = self.arguments.steps, self.arguments.pause / 1e3
         while (done := await server.rpc_sync().pushes_of(trainer.name)) < steps:
             await self.arrive(trainer)
@@ -259,7 +259,7 @@ class Driver:
     async def show(
         self, mode: str, server: arpc.RRef[ParameterServer], training: asyncio.Future[list[None]]
     ) -> list[Report]:
-        """Draw a bar until all is trained, and take a report each time it moves by a twentieth."""
+        """Draw a progress bar until the training ends, and take a report each time it moves by a twentieth."""
         total = self.arguments.steps * len(self.trainers)
         reports: list[Report] = []
         started = before = time.perf_counter()
@@ -293,7 +293,7 @@ class Driver:
         return reports
 
     def kill(self, mode: str, report: Report) -> None:
-        """End the process of a trainer, as a machine that fails would; once."""
+        """Kill the process of a trainer, as the failure of a machine would; once per mode."""
         victim = list(self.trainers.values())[-1]
         if victim.pid and mode not in self.kills:
             self.console.print(f"[yellow]kill -9 {victim.pid}[/]: {victim.name} dies in the middle of its work")
@@ -301,7 +301,7 @@ class Driver:
             os.kill(victim.pid, signal.SIGKILL)
 
     async def run(self) -> None:
-        """Run the modes one after the other, and tell which did how well."""
+        """Run the modes one after the other, and print their results."""
         arguments = self.arguments
         await self.server_is_there.wait()
         modes = MODES if arguments.mode == "all" else (arguments.mode,)
@@ -335,7 +335,7 @@ NEXT = """what to try next, after `. .venv/bin/activate`:
 
 
 def line_of(mode: str, report: Report) -> str:
-    """What is printed where no bar can be drawn."""
+    """Format a report as the line that is printed where no bar can be drawn."""
     return (
         f"{mode:5} {report.pushes:6} gradients   loss {report.loss:.3f}   accuracy {report.accuracy:6.1%}   "
         f"{report.calls_per_s:5,.0f} calls/s   {report.mb_per_s:4,.0f} MB/s"
@@ -343,7 +343,7 @@ def line_of(mode: str, report: Report) -> str:
 
 
 def draw(results: dict[str, list[Report]], kills: dict[str, float], path: Path) -> None:
-    """A picture of all modes: how fast each of them learns."""
+    """Draw a picture of all modes: how fast each of them learns."""
     from matplotlib import pyplot as plt
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -365,16 +365,16 @@ def draw(results: dict[str, list[Report]], kills: dict[str, float], path: Path) 
 
 # -- every process ----------------------------------------------------------------------------------------------------
 
-driver: Driver  # there is one in the driver's process only; the function below runs there, and finds it
+driver: Driver  # exists in the driver's process only, where the function below runs
 
 
 async def take_part(name: str, pid: int) -> None:
-    """What the server and the trainers call when they have joined."""
+    """Register a worker: called by the server and the trainers when they have joined."""
     await driver.take_part(name, pid)
 
 
 async def work(arguments: argparse.Namespace) -> None:
-    """The life of every process: the driver drives, the others do what they are asked for until they may leave."""
+    """Run one process: the driver runs the training, the other workers serve calls until they may leave."""
     global driver  # noqa: PLW0603 - one process, one driver
     rank = int(os.environ.get("RANK") or os.environ["SLURM_PROCID"])
     size = int(os.environ.get("WORLD_SIZE") or os.environ["SLURM_NTASKS"])
@@ -401,7 +401,7 @@ async def joined(worker: arpc.Worker, name: str) -> None:
 
 
 def main() -> None:
-    """Read the command line, and be a worker of a group, or launch one."""
+    """Parse the command line, and run a worker of a group, or launch a group."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mode", choices=(*MODES, "all"), default="all", help="how gradients are applied (all)")
     parser.add_argument("--steps", type=int, default=400, help="how many gradients each trainer pushes (400)")
@@ -414,7 +414,7 @@ def main() -> None:
     arguments.kill_mode = "async" if arguments.mode == "all" else arguments.mode
     torch.set_num_threads(1)
     logging.getLogger("parameter_server").setLevel(logging.INFO)
-    logging.getLogger("parameter_server").addHandler(logging.NullHandler())  # nothing of it is printed
+    logging.getLogger("parameter_server").addHandler(logging.NullHandler())  # nothing of the log is printed
     if "RANK" in os.environ or "SLURM_PROCID" in os.environ:
         arpc.run(work(arguments))
         return

@@ -3,9 +3,9 @@
     arpc launch --role trainer=1,stage=3 examples/pipeline.py
 
 A model of three stages, each on a worker of its own. With one batch at a time a single stage works and the others wait;
-cut into micro-batches, stage 1 works on the first of them while stage 0 is at the second. The trainer only says what
-depends on what: every micro-batch is a chain of `remote` calls, which nothing waits for, and activations go straight
-from stage to stage. The model learns to read the handwritten digits that come with scikit-learn.
+cut into micro-batches, stage 1 works on the first of them while stage 0 is at the second. The trainer only states the
+dependencies: every micro-batch is a chain of `remote` calls that do not wait, and activations go straight from stage to
+stage. The model learns to read the handwritten digits that come with scikit-learn.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ PIXELS, WIDTH, CLASSES = 64, 256, 10
 
 
 def load_digits() -> tuple[Tensor, Tensor]:
-    """1,797 images of handwritten digits, in a random order that is always the same, and which digits they are."""
+    """Return 1,797 images of handwritten digits and their labels, in a random order that is always the same."""
     from sklearn import datasets  # type: ignore[import-untyped]
 
     digits = datasets.load_digits()
@@ -34,7 +34,7 @@ def load_digits() -> tuple[Tensor, Tensor]:
 
 
 class Work(NamedTuple):
-    """One micro-batch on one stage."""
+    """The forward pass of one micro-batch on one stage, with its times."""
 
     stage: int
     micro_batch: int
@@ -43,7 +43,7 @@ class Work(NamedTuple):
 
 
 class Stage:
-    """Some layers of the model, which do one micro-batch after another."""
+    """Some layers of the model, which process one micro-batch after another."""
 
     def __init__(self, number: int, stages: int) -> None:
         self.number = number
@@ -57,7 +57,7 @@ class Stage:
         self._turn = asyncio.Lock()
 
     async def forward(self, activations: arpc.RRef[Tensor] | Tensor, micro_batch: int) -> Tensor:
-        """What these layers make of the stage before, wherever that is."""
+        """Run these layers on the output of the previous stage, which is on another worker."""
         inputs = await activations.to_here() if isinstance(activations, arpc.RRef) else activations
         async with self._turn:
             began = time.time()
@@ -66,12 +66,12 @@ class Stage:
         return out
 
     async def work(self) -> list[Work]:
-        """What was done since this was asked last."""
+        """Return the work done since the last call of this."""
         done, self.done = self.done, []
         return done
 
     def parameters(self) -> list[arpc.RRef[nn.Parameter]]:
-        """RRefs to the parameters, for the optimizer."""
+        """Return RRefs to the parameters, for the optimizer."""
         return [arpc.RRef(parameter) for parameter in self.module.parameters()]
 
 
@@ -82,29 +82,29 @@ class Pipeline:
         self.stages = [arpc.remote(f"stage{n}", Stage, (n, stages)) for n in range(stages)]
 
     async def forward(self, batch: Tensor, micro_batches: int) -> Tensor:
-        """Send all micro-batches on their way at once; the scores of the whole batch."""
+        """Start all micro-batches at once; return the scores of the whole batch."""
         ends: list[arpc.RRef[Tensor]] = []
         for number, part in enumerate(batch.chunk(micro_batches)):
             activations: arpc.RRef[Tensor] | Tensor = part
             for stage in self.stages:
-                activations = stage.remote().forward(activations, number)  # waits for nothing
+                activations = stage.remote().forward(activations, number)  # does not wait
             assert isinstance(activations, arpc.RRef)
             ends.append(activations)
         return torch.cat(await asyncio.gather(*(end.to_here() for end in ends)))
 
     async def parameters(self) -> list[arpc.RRef[nn.Parameter]]:
-        """Those of all stages."""
+        """Return RRefs to the parameters of all stages."""
         each = await asyncio.gather(*(stage.rpc_async().parameters() for stage in self.stages))
         return [parameter for parameters in each for parameter in parameters]
 
     async def work(self) -> list[Work]:
-        """What the stages have done since this was asked last."""
+        """Return the work that the stages have done since the last call of this."""
         each = await asyncio.gather(*(stage.rpc_async().work() for stage in self.stages))
         return [work for done in each for work in done]
 
 
 def picture(work: list[Work], stages: int, columns: int = 72) -> str:
-    """The forward pass in text: a row for each stage, a digit for each micro-batch, a dot where it waits."""
+    """Draw the forward pass as text: a row for each stage, a digit for each micro-batch, a dot where it waits."""
     began = min(one.began for one in work)
     scale = columns / (max(one.ended for one in work) - began)
     rows = [["."] * columns for _ in range(stages)]
@@ -146,8 +146,8 @@ async def train(stages: int, steps: int, batch: int, arguments: argparse.Namespa
 
 
 async def main(arguments: argparse.Namespace) -> None:
-    """The life of each process: the stages serve the trainer, until it leaves."""
-    async with arpc.init_rpc() as worker:  # name, rank, secret and where to meet are in the environment
+    """Run one process: the stages serve the trainer, until it leaves."""
+    async with arpc.init_rpc() as worker:  # name, rank, secret and meeting place are in the environment
         if worker.name == "trainer0":
             stages = len(worker.get_worker_infos()) - 1
             await train(stages, arguments.steps, arguments.batch, arguments)

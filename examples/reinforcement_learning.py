@@ -2,12 +2,12 @@
 
     arpc launch --role learner=1,actor=3 examples/reinforcement_learning.py
 
-Every actor plays a batch of games with the policy it was sent, and returns what it saw. The learner keeps one call to
-each actor under way: whichever ends first is learnt from, and that actor goes on with the newest policy while others
-still play. Nobody waits for the slowest.
+Every actor plays a batch of games with the policy that it receives, and returns its observations. The learner keeps one
+call to each actor in flight: it learns from the first that ends, and that actor continues with the newest policy while
+the others still play. No actor waits for the slowest.
 
-The environment is gymnasium's CartPole-v1 where that package is installed. Else, or with --environment own, it is the
-same cart and pole, with the same rules, written in torch below.
+The environment is gymnasium's CartPole-v1 if that package is installed. Else, or with --environment own, it is the same
+cart and pole, with the same rules, written in torch below.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ MOVES = 2  # to push the cart to the left, or to the right
 
 
 def make_policy() -> nn.Sequential:
-    """From the place and speed of the cart and the angle and speed of the pole to a score for each move."""
+    """Make the policy: from the place and speed of the cart and the angle and speed of the pole to move scores."""
     return nn.Sequential(nn.Linear(4, 64), nn.Tanh(), nn.Linear(64, MOVES))
 
 
@@ -43,10 +43,10 @@ class Environment(Protocol):
     """Many games side by side."""
 
     def look(self) -> Tensor:
-        """What the players see."""
+        """Return the observations of all games."""
 
     def move(self, moves: Tensor) -> Tensor:
-        """One step of time; which games are over with it."""
+        """Advance all games by one step; return which of them are over."""
 
 
 class OwnCartPole:
@@ -100,7 +100,7 @@ ENVIRONMENTS: dict[str, type[OwnCartPole | GymnasiumCartPole]] = {
 
 
 class Games(NamedTuple):
-    """What an actor saw and did, step by step, how likely that was, and which of the games still went on."""
+    """The observations, moves and log-probabilities of an actor, step by step, and which games still went on."""
 
     seen: Tensor
     moves: Tensor
@@ -110,7 +110,7 @@ class Games(NamedTuple):
 
 @torch.no_grad()
 def play(environment: str, weights: Tensor, games: int, seed: int) -> Games:
-    """Play a batch of games. A plain function: it runs in a thread of the actor, whose loop goes on serving."""
+    """Play a batch of games. A plain function, so it runs in a thread, and the actor's loop stays free."""
     policy, dice = make_policy(), torch.Generator().manual_seed(seed)
     vector_to_parameters(weights, policy.parameters())
     world: Environment = ENVIRONMENTS[environment](games, seed)
@@ -129,7 +129,7 @@ def play(environment: str, weights: Tensor, games: int, seed: int) -> Games:
 
 
 class Learner:
-    """The policy, and how it gets better."""
+    """The policy, and its updates."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -138,17 +138,17 @@ class Learner:
 
     @property
     def weights(self) -> Tensor:
-        """A copy to send: what is sent must not change while it is on its way."""
+        """A copy of the parameters to send: a tensor must not change while it is being sent."""
         return parameters_to_vector(self.policy.parameters()).detach().clone()
 
     def learn(self, games: Games) -> float:
-        """Make moves after which the pole stayed up longer than usual more likely; the mean length of the games."""
+        """Make moves after which the pole stayed up longer than usual more likely. Return the mean length of games."""
         alive = games.is_alive.float()
-        left = alive.flip(0).cumsum(0).flip(0)  # how many steps each game still had to go
+        left = alive.flip(0).cumsum(0).flip(0)  # the number of steps that each game still lasted
         usual = (left * alive).sum(dim=1, keepdim=True) / alive.sum(dim=1, keepdim=True).clamp(min=1)
         advantage = (left - usual) / left.std()
         scores = self.policy(games.seen).log_softmax(dim=2)
-        # the actor played with a policy that is some updates old: weigh by how likely its moves are now, within bounds
+        # the actor played with an older policy: weigh its moves by their present probability, within bounds
         ratio = (scores.gather(2, games.moves[..., None])[..., 0] - games.log_chances).exp()
         gain = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
         loss = -(gain * alive).sum() / alive.sum()
@@ -159,7 +159,7 @@ class Learner:
 
 
 async def learn(actors: list[str], environment: str, updates: int, games: int) -> list[float]:
-    """Let the actors play until the policy was improved so many times; how long the pole stayed up each time."""
+    """Let the actors play until the policy has had `updates` updates; return the mean length of games at each."""
     learner, lengths = Learner(), list[float]()
     playing: dict[asyncio.Future[Games], str] = {}
     seeds = iter(range(updates + len(actors)))
@@ -181,12 +181,12 @@ async def learn(actors: list[str], environment: str, updates: int, games: int) -
                     start(actor)
     finally:
         for one in playing:
-            one.cancel()  # over there, too
+            one.cancel()  # on the actor, too
     return lengths
 
 
 def draw(lengths: list[float], environment: str, path: Path) -> None:
-    """A picture of how it went."""
+    """Draw the progress of the training."""
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
@@ -202,10 +202,10 @@ def draw(lengths: list[float], environment: str, path: Path) -> None:
 
 
 async def main(arguments: argparse.Namespace) -> None:
-    """The life of each process: actors do what the learner asks for, until it leaves."""
-    async with arpc.init_rpc() as worker:  # name, rank, secret and where to meet are in the environment
+    """Run one process: actors serve the learner, until it leaves."""
+    async with arpc.init_rpc() as worker:  # name, rank, secret and meeting place are in the environment
         if worker.name != LEARNER:
-            return  # leaving the block waits for the whole group, and serves it meanwhile
+            return  # leaving the block waits for the whole group, and serves calls meanwhile
         actors = [peer.name for peer in worker.get_worker_infos() if peer.name != LEARNER]
         environment = arguments.environment
         print(f"the environment is {'CartPole-v1 of gymnasium' if environment == 'gymnasium' else 'our own cart-pole'}")

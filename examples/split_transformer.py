@@ -4,8 +4,8 @@
 
 The embedding and the first layers live on the worker lower0, the others and the head on upper0; the trainer has the
 data and the loss. Activations go from worker to worker in the forward pass, gradients back in the backward pass, and
-the parameters stay where they are: each worker's optimizer moves its own. The images are the handwritten digits that
-come with scikit-learn; the transformer reads the eight rows of an image as a sequence.
+the parameters stay where they are: an optimizer on each worker updates its own. The images are the handwritten digits
+that come with scikit-learn; the transformer reads the eight rows of an image as a sequence.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ import arpc
 
 ROWS, PIXELS, DIGITS = 8, 8, 10  # an image has 8 rows of 8 pixels
 WIDTH = 64
-UNSEEN = 400  # images that are kept to test with
+UNSEEN = 400  # images that are kept for testing
 
 
 def load_digits() -> tuple[Tensor, Tensor]:
-    """1,797 images of handwritten digits, in a random order that is always the same, and which digits they are."""
+    """Return 1,797 images of handwritten digits and their labels, in a random order that is always the same."""
     from sklearn import datasets  # type: ignore[import-untyped]
 
     digits = datasets.load_digits()
@@ -35,13 +35,13 @@ def load_digits() -> tuple[Tensor, Tensor]:
 
 
 def make_layers(count: int) -> nn.TransformerEncoder:
-    """Some layers of the transformer."""
+    """Make some layers of the transformer."""
     layer = nn.TransformerEncoderLayer(WIDTH, nhead=4, dim_feedforward=128, dropout=0.0, batch_first=True)
     return nn.TransformerEncoder(layer, count, enable_nested_tensor=False)
 
 
 class Lower(nn.Module):
-    """From the rows of images to what the upper half works on."""
+    """The lower half: from the rows of images to hidden states."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
@@ -55,7 +55,7 @@ class Lower(nn.Module):
 
 
 class Upper(nn.Module):
-    """From there to a score for each digit."""
+    """The upper half: from hidden states to a score for each digit."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ class Upper(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Both halves, wherever they are. It is made and called like any module, with an `await`."""
+    """Both halves, on other workers. It is made and called like any module, with an `await`."""
 
     def __init__(self, layers: int) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Transformer(nn.Module):
 
 
 async def train(steps: int) -> tuple[list[float], float]:
-    """The loss of each step, and the share of unseen images that are read right in the end."""
+    """Train; return the loss of each step, and the final accuracy on unseen images."""
     images, digits = load_digits()
     model = Transformer(layers=1)
     parameters = await arpc.nn.parameter_rrefs(model)
@@ -105,7 +105,7 @@ async def train(steps: int) -> tuple[list[float], float]:
 
 
 def draw(losses: list[float], path: Path) -> None:
-    """A picture of how it went."""
+    """Draw the losses."""
     from matplotlib import pyplot as plt
 
     figure, axes = plt.subplots(figsize=(7, 3.5), layout="constrained")
@@ -118,8 +118,8 @@ def draw(losses: list[float], path: Path) -> None:
 
 
 async def main(arguments: argparse.Namespace) -> None:
-    """The life of each process: the others serve the trainer, until it leaves."""
-    async with arpc.init_rpc() as worker:  # name, rank, secret and where to meet are in the environment
+    """Run one process: the other workers serve the trainer, until it leaves."""
+    async with arpc.init_rpc() as worker:  # name, rank, secret and meeting place are in the environment
         if worker.name != "trainer0":
             return
         started = time.perf_counter()

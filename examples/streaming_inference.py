@@ -1,10 +1,10 @@
-"""Streaming inference: a server sends each character as soon as it has it, and stops when nobody reads any more.
+"""Streaming inference: a server sends each character as soon as it is computed, and stops when the reader leaves.
 
     arpc launch --role reader=1,server=1 examples/streaming_inference.py
 
 The server first learns to write like a page of this project's documentation, letter by letter. Then readers stream from
-it: several at once, each with its own beginning; one that leaves in the middle, at which the server stops working for
-it; and a slow one, which the server does not run ahead of by more than the window.
+it: several at once, each with its own beginning; one that leaves in the middle, whereupon the server stops working for
+it; and a slow one, for which the server computes ahead by no more than the window.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ BEGINNINGS = ("a call ", "the worker ", "if the ", "when a ")
 
 
 def read_prose(page: Path) -> str:
-    """What a page says in sentences: without code, tables and headings, in small letters."""
+    """Return the prose of a page: without code, tables and headings, in lower case."""
     text = re.sub(r"```.*?```", " ", page.read_text(encoding="utf-8"), flags=re.DOTALL)
     lines = [line for line in text.splitlines() if not line.startswith(("#", "|", "!", "<"))]
     return re.sub(f"[^{re.escape(LETTERS)}]+", " ", " ".join(lines).lower())
 
 
 class Model(nn.Module):
-    """What letter comes next."""
+    """A model that predicts the next letter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Model(nn.Module):
 
 
 def learn_text(prose: str, steps: int) -> tuple[Model, float]:
-    """A model that writes like the text, and how many bits it lacked to guess a letter at the end."""
+    """Train a model on the text; return it with its final loss, in bits per letter."""
     torch.manual_seed(0)
     model, text = Model(), torch.tensor([NUMBER[letter] for letter in prose])
     optimizer = torch.optim.Adam(model.parameters(), lr=0.005)
@@ -72,22 +72,22 @@ def learn_text(prose: str, steps: int) -> tuple[Model, float]:
 
 # -- the server -------------------------------------------------------------------------------------------------------
 
-model: Model  # there is one in the server's process only; the functions below run there, and find it
-computed: dict[str, int] = {}  # how many letters were computed for whom
+model: Model  # exists in the server's process only, where the functions below run
+computed: dict[str, int] = {}  # the number of letters computed for each reader
 
 
 async def prepare(prose: str, steps: int) -> float:
-    """Learn the text. It takes some seconds, in a thread: the server could serve others meanwhile."""
+    """Learn the text. This takes some seconds, in a thread: the server could serve other calls meanwhile."""
     global model
     model, bits = await asyncio.to_thread(learn_text, prose, steps)
     return bits
 
 
 async def write(reader: str, beginning: str, length: int) -> AsyncIterator[str]:
-    """How the text may go on after a beginning, letter by letter."""
+    """Yield a continuation of a beginning, letter by letter."""
     computed[reader] = 0
     dice = torch.Generator().manual_seed(0)
-    with arpc.no_grad():  # unlike torch's own, it may be held across a yield
+    with arpc.no_grad():  # unlike torch's own, it may be active across a yield
         scores, state = model(torch.tensor([[NUMBER[letter] for letter in beginning]]))
         for _ in range(length):
             number = torch.multinomial((scores[0, -1] / 0.6).softmax(dim=0), 1, generator=dice)
@@ -97,7 +97,7 @@ async def write(reader: str, beginning: str, length: int) -> AsyncIterator[str]:
 
 
 async def letters_computed() -> dict[str, int]:
-    """How much work was done for each reader."""
+    """Return the number of letters computed for each reader."""
     return computed
 
 
@@ -107,7 +107,7 @@ async def letters_computed() -> dict[str, int]:
 async def read(
     reader: str, beginning: str, length: int, *, window: int = 16, leave: Callable[[str], bool] | None = None
 ) -> tuple[str, list[float]]:
-    """Read until the end, or until there is a reason to leave; the text, and the seconds until each letter came."""
+    """Read until the end, or until `leave` is true of the text; return the text, and the seconds until each letter."""
     text, started, times = "", time.perf_counter(), list[float]()
     async for letter in arpc.stream(SERVER, write, (reader, beginning, length), window=window):
         text += letter
@@ -118,7 +118,7 @@ async def read(
 
 
 async def show(arguments: argparse.Namespace) -> None:
-    """What streams can do."""
+    """Show the features of streams."""
     prose = read_prose(arguments.page)
     print(f"the server learns {arguments.page.name}, {len(prose):,} letters of it ...", flush=True)
     bits = await arpc.rpc_sync(SERVER, prepare, (prose, arguments.steps), timeout=0)
@@ -138,8 +138,8 @@ async def show(arguments: argparse.Namespace) -> None:
 
 
 async def main(arguments: argparse.Namespace) -> None:
-    """The life of each process: the server serves the reader, until it leaves."""
-    async with arpc.init_rpc() as worker:  # name, rank, secret and where to meet are in the environment
+    """Run one process: the server serves the reader, until it leaves."""
+    async with arpc.init_rpc() as worker:  # name, rank, secret and meeting place are in the environment
         if worker.name != SERVER:
             await show(arguments)
 

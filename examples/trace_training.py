@@ -1,4 +1,4 @@
-"""What happens in one step of training over three workers, as a picture.
+"""A trace of one step of training over three workers, as a picture.
 
     python examples/trace_training.py
 
@@ -29,7 +29,7 @@ WARM_UP_STEPS = 5
 
 
 def load_digits() -> tuple[Tensor, Tensor]:
-    """1,797 images of handwritten digits, in a random order that is always the same, and which digits they are."""
+    """Return 1,797 images of handwritten digits and their labels, in a random order that is always the same."""
     from sklearn import datasets  # type: ignore[import-untyped]
 
     digits = datasets.load_digits()
@@ -38,7 +38,7 @@ def load_digits() -> tuple[Tensor, Tensor]:
 
 
 class Stage(nn.Module):
-    """Half of the network, on the worker that keeps it."""
+    """Half of the network, on the worker that owns it."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__()
@@ -49,18 +49,18 @@ class Stage(nn.Module):
         return result
 
     def parameter_rrefs(self) -> list[arpc.RRef[nn.Parameter]]:
-        """For the optimizer, which works where the parameters are."""
+        """Return RRefs to the parameters, for the optimizer, which updates them on their worker."""
         return [arpc.RRef(parameter) for parameter in self.parameters()]
 
 
 async def run_first(stage: arpc.RRef[Stage], half: Tensor) -> Tensor:
-    """The first stage of half a batch; its result stays where it is."""
+    """Run the first stage on half a batch; its result stays on this worker."""
     module = await stage.local_value()
     return module.forward(half)
 
 
 async def run_second(stage: arpc.RRef[Stage], hidden: arpc.RRef[Tensor]) -> Tensor:
-    """Fetch what the first stage has made, and go on with it."""
+    """Fetch the result of the first stage, and run the second stage on it."""
     module = await stage.local_value()
     return module.forward(await hidden.to_here())
 
@@ -68,7 +68,7 @@ async def run_second(stage: arpc.RRef[Stage], hidden: arpc.RRef[Tensor]) -> Tens
 async def train_step(
     stages: list[arpc.RRef[Stage]], optimizer: arpc.optim.DistributedOptimizer, images: Tensor, digits: Tensor
 ) -> float:
-    """Both halves at once, the gradients of all, and a step."""
+    """Run both halves at once, the backward pass, and an optimizer step; return the loss."""
     first, second = stages
     async with arpc.autograd.context() as context_id:
         hidden = [arpc.remote(first.owner(), run_first, args=(first, half)) for half in images.chunk(2)]
@@ -108,7 +108,7 @@ async def drive(place: str, folder: Path) -> None:
 
 
 async def run_process(rank: int, place: str) -> None:
-    """One of the stages, until the group has ended."""
+    """Run the process of one of the stages, until the group has ended."""
     process = await asyncio.create_subprocess_exec(
         sys.executable, __file__, "--worker", place, env={**os.environ, "RANK": str(rank)}
     )
@@ -122,13 +122,13 @@ async def run_process(rank: int, place: str) -> None:
 
 
 async def serve(place: str) -> None:
-    """Be a worker until all have done."""
+    """Run a worker until the whole group has finished."""
     async with arpc.init_rpc(STAGES[int(os.environ["RANK"]) - 1], init_method=place):
         pass
 
 
 def main() -> None:
-    """Read the command line, and run the trainer or one of the stages."""
+    """Parse the command line, and run the trainer or one of the stages."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument(
         "--to", type=Path, default=Path("build"), help="the folder that the trace is written to (build)"

@@ -1,11 +1,11 @@
-"""What a training step costs as it grows: 1 to 1,000 calls in an autograd context, and 1 to 1,000 tensors in a call.
+"""The cost of a training step as it grows: 1 to 1,000 calls in an autograd context, and 1 to 1,000 tensors in a call.
 
     python -m scripts.autograd_growth --plot docs/images
 
 Two processes, forked from one that has imported torch, share one CPU. A step is the forward, the backward pass and the
-end of the context. Calls are chained (each takes the result of the one before), or made side by side. What counts is
-the CPU time of both processes together, which on one CPU is the time of a step, unless others use that CPU too. The
-best of some steps is taken: other work on the machine only ever adds.
+end of the context. Calls are chained (each takes the result of the one before), or made side by side. The figure is the
+CPU time of both processes together, which on one CPU is the time of a step, unless other processes use that CPU too.
+The best of some steps is taken: other work on the machine can only add time.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from arpc.launch.plan import Meeting, as_group, environment_of
 
 SIZES: Final = (1, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1000)
 SIZE: Final = 16
-"""Elements of each tensor: the arithmetic is not what is measured."""
+"""Elements of each tensor: few, as arithmetic is not to be measured."""
 BUDGET_S: Final = 1.0
 LEAST_STEPS: Final = 4
 Step = Callable[[int], Awaitable[None]]
 
 
 async def scale(x: Tensor, y: Tensor) -> Tensor:
-    """One operation on another worker."""
+    """Multiply: one operation on another worker."""
     return x * y
 
 
@@ -48,7 +48,7 @@ async def total(tensors: list[Tensor]) -> Tensor:
 
 
 async def chained(calls: int) -> None:
-    """Each call takes the result of the one before."""
+    """Run a step in which each call takes the result of the one before."""
     x, weight = torch.ones(SIZE, requires_grad=True), torch.ones(SIZE, requires_grad=True)
     async with arpc.autograd.context() as ctx_id:
         for _ in range(calls):
@@ -58,7 +58,7 @@ async def chained(calls: int) -> None:
 
 
 async def side_by_side(calls: int) -> None:
-    """All calls are made at once."""
+    """Run a step in which all calls are made at once."""
     x, weight = torch.ones(SIZE, requires_grad=True), torch.ones(SIZE, requires_grad=True)
     async with arpc.autograd.context() as ctx_id:
         results = await asyncio.gather(*(arpc.rpc_sync("1", scale, (x, weight)) for _ in range(calls)))
@@ -67,7 +67,7 @@ async def side_by_side(calls: int) -> None:
 
 
 async def tensors(count: int) -> None:
-    """One call takes many tensors."""
+    """Run a step in which one call takes many tensors."""
     leaves = [torch.ones(SIZE, requires_grad=True) for _ in range(count)]
     async with arpc.autograd.context() as ctx_id:
         result = await arpc.rpc_sync("1", total, (leaves,))
@@ -79,17 +79,17 @@ STEPS: Final[dict[str, Step]] = {"chained": chained, "side by side": side_by_sid
 
 
 async def process_id() -> int:
-    """The process of a worker."""
+    """Return the process id of a worker."""
     return os.getpid()
 
 
 def cpu_s(pid: int) -> float:
-    """The CPU time of a process, all threads included (Linux)."""
+    """Return the CPU time of a process, all threads included (Linux)."""
     return time.clock_gettime((~pid << 3) | 2)
 
 
 async def best_of(step: Step, size: int, pids: Sequence[int]) -> float:
-    """The CPU time that a step takes, in seconds."""
+    """Return the least CPU time of some steps, in seconds."""
     await step(size)
     best = float("inf")
     until = time.perf_counter() + BUDGET_S
@@ -103,7 +103,7 @@ async def best_of(step: Step, size: int, pids: Sequence[int]) -> float:
 
 
 async def take_part() -> dict[str, list[float]]:
-    """Join the group; worker 0 measures."""
+    """Join the group; worker 0 measures, and returns microseconds by kind of step."""
     os.sched_setaffinity(0, {0})
     torch.set_num_threads(1)
     found: dict[str, list[float]] = {}
@@ -118,13 +118,13 @@ async def take_part() -> dict[str, list[float]]:
 
 
 def be_a_worker(environment: dict[str, str], pipe: Connection) -> None:
-    """What each process does."""
+    """Run one worker: the target of each process."""
     os.environ.update(environment)
     pipe.send(arpc.run(take_part))
 
 
 async def measure() -> dict[str, list[float]]:
-    """Run the pair; microseconds by kind of step, for each of `SIZES`."""
+    """Run the pair; return microseconds by kind of step, for each of `SIZES`."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["arpc._public", "uvloop"])
     server = StoreServer()
@@ -150,7 +150,7 @@ async def measure() -> dict[str, list[float]]:
 
 
 def draw(found: Mapping[str, Sequence[float]], directory: Path) -> Path:
-    """Two panels, over the number of calls and over that of tensors."""
+    """Draw two panels, over the number of calls and over that of tensors; return the path of the picture."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -167,7 +167,7 @@ def draw(found: Mapping[str, Sequence[float]], directory: Path) -> Path:
     in_a_call.set_xlabel("tensors that require grad")
     for panel in (calls, in_a_call):
         panel.set_xscale("log")
-        panel.set_yscale("log")  # what grows with the number is a straight line of slope one
+        panel.set_yscale("log")  # linear growth is a straight line of slope one
         panel.set_ylabel("CPU ms for a step, both workers")
         panel.grid(color="#d0d7de", linewidth=0.5)
         panel.legend(frameon=False, fontsize=8)

@@ -1,4 +1,4 @@
-"""``make bench``: what ``arpc bench`` does, from a clone. The figures go to build/bench.json."""
+"""``make bench``: runs ``arpc bench`` from a clone. The figures go to build/bench.json."""
 
 import sys
 

@@ -1,6 +1,6 @@
-"""A small group that is busy with a bit of everything, to look at: a dashboard, `arpc top` and `arpc stack` show it.
+"""A small group with a mixed load, as something to watch with the dashboard, `arpc top` and `arpc stack`.
 
-``python -m scripts.busy_group`` runs until it is interrupted, and prints where the dashboard is.
+``python -m scripts.busy_group`` runs until it is interrupted, and prints the address of the dashboard.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NAMES: Final = ("ps", "trainer0", "trainer1", "trainer2", "logger")
 
 
 class Replay:
-    """Keeps what trainers have seen."""
+    """A buffer of the items that trainers add."""
 
     def __init__(self) -> None:
         self.items: list[int] = []
@@ -36,24 +36,24 @@ class Replay:
 
 
 async def lookup(keys: list[int]) -> int:
-    """A quick one."""
+    """Count the keys: a fast handler."""
     return len(keys)
 
 
 async def pull(step: int) -> torch.Tensor:
-    """Parameters, large enough to go through shared memory."""
+    """Return parameters, large enough for shared memory."""
     await asyncio.sleep(random.uniform(0.001, 0.006))
     return torch.full((256, 1024), float(step))
 
 
 def augment(image: torch.Tensor) -> torch.Tensor:
-    """A plain function, so in a thread."""
+    """Flip an image: a plain function, which runs in a thread."""
     time.sleep(random.uniform(0.001, 0.004))
     return image.flip(0)
 
 
 async def log(name: str, step: int) -> None:
-    """Waits for a disk that it does not have."""
+    """Sleep as if it waited for a disk, and sometimes fail."""
     await asyncio.sleep(random.expovariate(200))
     if random.random() < 0.01:
         logger.warning("step %d of %s is there already", step, name)
@@ -61,7 +61,7 @@ async def log(name: str, step: int) -> None:
 
 
 async def evaluate(step: int) -> int:
-    """A handler that calls on."""
+    """Evaluate a step: a handler that makes a call itself."""
     logger.info("evaluates step %d", step)
     await asyncio.sleep(random.uniform(0.5, 2.5))
     found: int = await arpc.rpc_sync("logger", lookup, args=([step],))
@@ -69,12 +69,12 @@ async def evaluate(step: int) -> int:
 
 
 async def square(x: torch.Tensor) -> torch.Tensor:
-    """Something to differentiate."""
+    """Square: an operation with a gradient."""
     return x * x
 
 
 async def train(rank: int) -> None:
-    """What a trainer does all day."""
+    """Run the loop of a trainer."""
     name = NAMES[rank]
     replay = arpc.remote("ps", Replay)
     heads = [arpc.remote("ps", nn.Linear, args=(8, 8)) for _ in range(rank)]
@@ -101,7 +101,7 @@ async def train(rank: int) -> None:
 
 
 async def main(rank: int, place: str, http: str) -> None:
-    """One worker."""
+    """Run one worker."""
     name = NAMES[rank]
     options = arpc.RpcOptions(http=http if rank == 0 else "", metrics=True)
     async with arpc.init_rpc(
@@ -116,10 +116,10 @@ async def main(rank: int, place: str, http: str) -> None:
 
 
 def start(rank: int, place: str, http: str) -> None:
-    """One process."""
+    """Run one process."""
     torch.set_num_threads(1)
     logging.getLogger("busy").setLevel(logging.INFO)
-    logging.getLogger("busy").addHandler(logging.NullHandler())  # what is logged is for the dashboard
+    logging.getLogger("busy").addHandler(logging.NullHandler())  # the dashboard shows the log
     with contextlib.suppress(asyncio.CancelledError, KeyboardInterrupt):
         arpc.run(main(rank, place, http))
 

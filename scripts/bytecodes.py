@@ -1,4 +1,4 @@
-"""Bytecodes per call: what a call costs in Python, counted instead of timed, and so the same on every machine.
+"""Bytecodes per call: the cost of a call in Python, counted instead of timed, and so the same on every machine.
 
 Both sides run in one process, on one uvloop and over the in-memory transport. Every bytecode that any Python function
 executes for a call counts, on whatever thread::
@@ -59,10 +59,10 @@ COUNTED: Final[tuple[tuple[str, Flavour], ...]] = (
 WARM_UP_CALLS: Final = 100
 CALLS: Final = 20
 SAMPLES: Final = 5
-"""The smallest of so many samples counts: a timer may fire in some of them."""
+"""The number of samples, of which the smallest counts: a timer may fire in some of them."""
 
 _SETTLE_S: Final = 0.02
-"""What a call leaves for later, such as the release of a reference, ends within this time and is counted too."""
+"""Seconds to wait after the calls: their delayed work, such as the release of a reference, counts too."""
 
 _CHILD: Final = """
 import sys
@@ -76,17 +76,17 @@ print_totals(sys.argv[2])
 
 @dataclass(frozen=True, slots=True)
 class FunctionCount:
-    """What one function did for one call, on average."""
+    """The work of one function for one call, on average."""
 
     name: str
     place: str
     bytecodes: float
     entered: float
-    """How often it was called or resumed."""
+    """The number of times that it was called or resumed."""
 
 
 class _BytecodeCounter:
-    """A trace function for every thread, which counts while it is told to."""
+    """A trace function for every thread, which counts while `counting` is set."""
 
     def __init__(self) -> None:
         self.counting = False
@@ -108,7 +108,7 @@ class _BytecodeCounter:
 
     @contextmanager
     def on_every_thread(self) -> Iterator[None]:
-        """Threads that start inside of the block are traced."""
+        """Trace this thread, and the threads that start inside of the block."""
         if (frame := inspect.currentframe()) is not None:
             frame.f_trace_opcodes = True  # Python 3.12 traces bytecodes only if a frame has asked before it begins
         threading.settrace(self.enter)
@@ -120,7 +120,7 @@ class _BytecodeCounter:
             threading.settrace(None)
 
     async def sample(self, call: Call) -> int:
-        """Count some calls anew; returns the total."""
+        """Count some calls from zero; return the total."""
         self.bytecodes.clear()
         self.entered.clear()
         self.counting = True
@@ -134,7 +134,7 @@ class _BytecodeCounter:
 
 
 async def count(name: str, flavour: Flavour) -> list[FunctionCount]:
-    """Count one shape; returns its functions, those with most bytecodes first."""
+    """Count one shape; return its functions, those with most bytecodes first."""
     counter = _BytecodeCounter()
     best: tuple[int, dict[CodeType, int], dict[CodeType, int]] | None = None
     with counter.on_every_thread():
@@ -163,7 +163,7 @@ def run(name: str, flavour: Flavour) -> list[FunctionCount]:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print the table, or the functions of one shape; returns the exit status."""
+    """Print the table, or the functions of one shape; return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m scripts.bytecodes", description="Count bytecodes per call.")
     parser.add_argument("--against", type=Path, metavar="CHECKOUT", help="beside those of another checkout of arpc")
     parser.add_argument("--by-function", metavar="SHAPE", help="those of one shape, function by function")
@@ -180,9 +180,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def print_totals(shapes: str) -> None:
-    """Print the totals of the tree that this process has imported, for the process that compares.
+    """Print the totals of the tree that this process has imported, for the parent process that compares them.
 
-    `shapes`: as `COUNTED`, in JSON.
+    `shapes`: like `COUNTED`, in JSON.
     """
     print(json.dumps(_totals(json.loads(shapes))))
 

@@ -33,7 +33,7 @@ class Page(HTMLParser):
 
 
 def broken_links(site: Path) -> Iterator[str]:
-    """Every link of every page that leads to no file of the site, or to no anchor of its page."""
+    """Yield every link of every page that leads to no file of the site, or to no anchor of its page."""
     pages = {path.resolve(): Page(path.read_text(encoding="utf-8")) for path in sorted(site.rglob("*.html"))}
     for path, page in pages.items():
         for link in sorted(page.links):
@@ -52,7 +52,7 @@ def broken_links(site: Path) -> Iterator[str]:
 
 
 def main() -> int:
-    """Print what is broken, and return the exit status."""
+    """Print the broken links, and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("site", type=Path)
     broken = list(broken_links(parser.parse_args().site))

@@ -1,10 +1,10 @@
-"""Builds the source distribution and the wheel, and tries the wheel where nothing else of this folder can be found.
+"""Builds the source distribution and the wheel, and tries the wheel where nothing else of this folder is on the path.
 
     python -m scripts.check_wheel --outdir dist
 
-The wheel is built from the source distribution, so both are complete. It goes into an environment of its own that has
-what arpc depends on from the one that runs this, but not its arpc; there the command is run, and two workers call each
-other.
+The wheel is built from the source distribution, so both are complete. It is installed into a new environment, which
+takes the dependencies of arpc, but not arpc, from the environment of this script. The command is run there, and one
+worker calls another.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ arpc.run(main)
 
 
 def build(outdir: Path, *, isolated: bool) -> Path:
-    """Make both distributions; the wheel."""
+    """Build both distributions; return the wheel."""
     command = [sys.executable, "-m", "build", "--outdir", str(outdir), str(ROOT)]
     subprocess.run(command if isolated else [*command, "--no-isolation"], check=True)
     (wheel,) = sorted(outdir.glob("*.whl"), key=lambda path: path.stat().st_mtime)[-1:]
@@ -44,10 +44,11 @@ def build(outdir: Path, *, isolated: bool) -> Path:
 
 
 def make_environment(directory: Path, wheel: Path) -> Path:
-    """An environment with the wheel; the folder of its programs."""
+    """Make an environment with the wheel; return the folder of its programs."""
     venv.create(directory, with_pip=False)
     programs = directory / "bin"
-    # pip as it is here, for there; a path file leads to what arpc depends on, but not to what path files there lead to
+    # the pip of this Python installs into that environment; the path file makes the dependencies of arpc importable,
+    # but not the packages that path files next to them point to
     pip = [sys.executable, "-m", "pip", "--python", str(programs / "python"), "install", "--no-deps", "--no-index"]
     subprocess.run([*pip, "--quiet", str(wheel)], check=True)
     (packages,) = directory.glob("lib/python*/site-packages")
@@ -56,7 +57,7 @@ def make_environment(directory: Path, wheel: Path) -> Path:
 
 
 def try_out(programs: Path, directory: Path) -> None:
-    """Run the command, and a group of two."""
+    """Run the command, and a group of two; exit with a message if that fails."""
     environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
     script = directory / "worker.py"
     script.write_text(WORKER)
@@ -71,7 +72,7 @@ def try_out(programs: Path, directory: Path) -> None:
 
 
 def main() -> None:
-    """Build, install, try."""
+    """Build, install and try the wheel."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--outdir", type=Path, default=ROOT / "dist", help="where the distributions go (dist)")
     parser.add_argument(

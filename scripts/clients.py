@@ -7,7 +7,7 @@
     python -m scripts.clients --repeat 3           # three runs each, and the least CPU time of the three
 
 The programs are in tests/compat/scripts. Each is run by the same command twice, the second time behind ``python -m
-arpc.compat``, in three processes. What every process returned must be the same, numbers but for rounding.
+arpc.compat``, in three processes. The result of every process must be the same, except for rounding of numbers.
 """
 
 from __future__ import annotations
@@ -42,26 +42,26 @@ PROGRAMS: Final = {
     "geometric_context": "torch_geometric",
     "geometric_stores": "torch_geometric",
 }
-"""Every program, and the distribution that it is a client of."""
+"""Every program, and the distribution whose use of RPC it tests."""
 
 BACKENDS: Final[Mapping[str, Sequence[str]]] = {"torch": (), "arpc": ("-m", "arpc.compat", "-q")}
-"""What comes before the program on the command line."""
+"""The arguments before the program on the command line."""
 
 
 @dataclass
 class Outcome:
-    """What a program did on one backend."""
+    """The outcome of a program on one backend."""
 
     results: dict[int, Any] = field(default_factory=dict)
-    """By rank."""
+    """The results by rank."""
     cpu_s: float = math.inf
-    """All processes, from before `init_rpc` to after `shutdown`."""
+    """The CPU time of all processes, from before `init_rpc` to after `shutdown`."""
     failure: str = ""
 
 
 @dataclass
 class Row:
-    """A program on both backends."""
+    """The outcomes of a program on both backends."""
 
     program: str
     package: str
@@ -77,7 +77,7 @@ class Row:
 
 
 def main(given: Sequence[str] | None = None) -> int:
-    """Run what is chosen, and print the table."""
+    """Run the chosen programs, print the table, and return the exit status."""
     parser = argparse.ArgumentParser(description="Run clients of torch.distributed.rpc on torch and on arpc.")
     parser.add_argument("-k", dest="pattern", default="", help="only programs whose name or package matches")
     parser.add_argument("--repeat", type=int, default=1, help="so many runs each: the CPU time is the least of them")
@@ -99,7 +99,7 @@ def main(given: Sequence[str] | None = None) -> int:
 
 
 def repeated(backend: str, program: str, times: int, limit_s: float) -> Outcome:
-    """Run a program so many times, or until it fails. Runs that differ are a failure, too."""
+    """Run a program `times` times, or until it fails. Different results of two runs are a failure, too."""
     best = run(backend, [program], limit_s)[program]
     for _ in range(times - 1):
         outcome = run(backend, [program], limit_s)[program]
@@ -112,7 +112,7 @@ def repeated(backend: str, program: str, times: int, limit_s: float) -> Outcome:
 
 
 def run(backend: str, programs: Sequence[str], limit_s: float) -> dict[str, Outcome]:
-    """Run programs one after the other; the outcome of each."""
+    """Run programs one after the other; return the outcome of each."""
     for _ in range(3):
         pairs = [f"{program}={port}" for program, port in zip(programs, free_ports(len(programs)), strict=True)]
         command = [sys.executable, *BACKENDS[backend], "-m", "tests.compat.scripts.launch", *pairs]
@@ -122,7 +122,7 @@ def run(backend: str, programs: Sequence[str], limit_s: float) -> dict[str, Outc
             )
         except subprocess.TimeoutExpired:
             return {program: Outcome(failure=f"not done after {limit_s} s") for program in programs}
-        # between the choice of a port and its use somebody else may take it
+        # between the choice of a port and its use another process may take it
         if not done.returncode or "Address already in use" not in done.stderr:
             break
     outcomes: dict[str, Outcome] = {}
@@ -133,7 +133,7 @@ def run(backend: str, programs: Sequence[str], limit_s: float) -> dict[str, Outc
             outcome.results[told["rank"]] = told["results"]
             outcome.cpu_s += told["cpu_s"]
     for program in programs:
-        # a process may still fail after it has told its results: that is a failure of the last program that began
+        # a process may fail after it has printed its results: that is a failure of the last program that began
         is_last = program == next((name for name in reversed(programs) if name in outcomes), programs[0])
         if program not in outcomes or (done.returncode and is_last):
             outcomes[program] = Outcome(failure=f"exit code {done.returncode}\n{done.stderr[-4000:]}")
@@ -141,13 +141,13 @@ def run(backend: str, programs: Sequence[str], limit_s: float) -> dict[str, Outc
 
 
 def environment() -> dict[str, str]:
-    """What programs run with: one thread for each process's arithmetic, and this tree first on the path."""
+    """Return the environment of programs: one thread for arithmetic per process, and this tree first on the path."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     return {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", "USE_LIBUV": "0", "PYTHONWARNINGS": "ignore"}
 
 
 def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
+    """Return ports that are free now."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
         for each in sockets:
@@ -156,7 +156,7 @@ def free_ports(count: int) -> list[int]:
 
 
 def is_close(one: Any, other: Any) -> bool:
-    """Whether results are the same: numbers to what single precision and another order of sums make of them."""
+    """Whether results are the same, numbers within the error of single precision and another order of sums."""
     if isinstance(one, float) and isinstance(other, float):
         return math.isclose(one, other, rel_tol=1e-5, abs_tol=1e-8)
     if isinstance(one, dict) and isinstance(other, dict):
@@ -167,7 +167,7 @@ def is_close(one: Any, other: Any) -> bool:
 
 
 def print_table(rows: Sequence[Row], *, is_verbose: bool) -> None:
-    """A line for each program, and below the versions of what ran."""
+    """Print a line for each program, and below the versions of Python and the packages."""
     print(f"\n{'program':26} {'client':16} {'result':20} {'CPU s: torch':>12} {'arpc':>7}")
     for row in rows:
         times = [f"{outcome.cpu_s:.2f}" if outcome.cpu_s < math.inf else "-" for outcome in (row.torch, row.arpc)]
@@ -183,7 +183,7 @@ def print_table(rows: Sequence[Row], *, is_verbose: bool) -> None:
 
 
 def version_of(distribution: str) -> str:
-    """The version that is installed, if it is."""
+    """Return the installed version of a distribution, if it is installed."""
     try:
         return importlib.metadata.version(distribution)
     except importlib.metadata.PackageNotFoundError:

@@ -1,4 +1,4 @@
-"""``make conformance``: torch's own RPC tests on arpc.compat, and a table of what passes, by capability.
+"""``make conformance``: torch's own RPC tests on arpc.compat, and a table of passed tests by capability.
 
 ::
 
@@ -7,7 +7,7 @@
     python -m scripts.conformance -k 'RpcTest.test_rref' -v    # those that match, with what failed
     python -m scripts.conformance --backend torch -k test_add  # on torch itself
 
-Needs a torch that brings its tests along, as its wheels do, and expecttest. Four processes a test, more in a few.
+Needs a torch that includes its tests, as its wheels do, and expecttest. A test has four processes, a few have more.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def arguments(given: list[str] | None) -> argparse.Namespace:
-    """What to run."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description="Run torch's own RPC tests on arpc.compat.")
     parser.add_argument("-k", dest="patterns", action="append", default=[], help="only tests that match (or another)")
     parser.add_argument("--sample", action="store_true", help="a fixed sample over all capabilities")
@@ -48,7 +48,7 @@ def arguments(given: list[str] | None) -> argparse.Namespace:
 
 
 def main(given: list[str] | None = None) -> int:
-    """Run both families, each in a process of its own, and print the table."""
+    """Run both families, each in a process of its own, print the table, and return the exit status."""
     options = arguments(given)
     if options.family is not None:
         return run_family(options)
@@ -72,7 +72,7 @@ def main(given: list[str] | None = None) -> int:
 
 def run_family(options: argparse.Namespace) -> int:
     """Run the chosen tests of one family in this process, each with ranks of its own."""
-    sys.argv = sys.argv[:1]  # torch's tests look at it
+    sys.argv = sys.argv[:1]  # torch's tests read it
     from scripts import conformance_cases as cases  # slow: all of torch's tests
 
     for name in cases.names():
@@ -88,7 +88,7 @@ def run_family(options: argparse.Namespace) -> int:
 
 
 def is_chosen(options: argparse.Namespace, name: str) -> bool:
-    """Whether a test is to be run."""
+    """Whether to run a test."""
     if options.sample:
         return name in SAMPLE
     if options.patterns and not any(re.search(pattern, name) for pattern in options.patterns):
@@ -97,7 +97,7 @@ def is_chosen(options: argparse.Namespace, name: str) -> bool:
 
 
 def run_test(cases: dict[str, Any], name: str) -> dict[str, Any]:
-    """Run one, and tell how it ended."""
+    """Run one test, and return its outcome."""
     case, _, test = name.partition(".")
     outcome = unittest.TestResult()
     begin = time.perf_counter()
@@ -110,7 +110,7 @@ def run_test(cases: dict[str, Any], name: str) -> dict[str, Any]:
 
 
 def print_table(results: list[dict[str, Any]], *, is_whole: bool) -> None:
-    """How many of each capability passed; what failed, by name; what was left out, and why."""
+    """Print the passed tests per capability, the failed tests by name, and the excluded ones by reason."""
     ran = [result for result in results if result["status"] != "skip"]
     total, passed = Counter[str](), Counter[str]()
     for result in ran:

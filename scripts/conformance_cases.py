@@ -1,7 +1,7 @@
 """torch's own RPC tests as classes that can be run, on `arpc.compat` or, to compare, on torch itself.
 
-The wheel of torch has the tests, written for any backend; what is missing are the classes that join them with one. Each
-rank of a test is a process that imports this module, so what it has to know comes in the environment.
+The wheel of torch has the tests, written for any backend; this module adds the classes that combine them with one. Each
+rank of a test is a process that imports this module, so its settings come from the environment.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Final
 
 FAMILY: Final = os.environ.get("ARPC_CONFORMANCE_FAMILY", "tp")
-"""``tp``, or ``faulty`` for tests that lose messages: these register a backend, of which a few others must not know.
-``both`` for those that do not mind."""
+"""``tp``, or ``faulty`` for tests that lose messages: these register a backend, with which a few other tests fail.
+``both`` for tests that work with or without it."""
 
 if os.environ.get("ARPC_CONFORMANCE_BACKEND", "arpc") == "arpc":
     from arpc.compat.modules import install
 
-    install()  # before the tests look up what they test
+    install()  # before the tests import torch's RPC
 
 import torch  # noqa: E402 - see above
 import torch.multiprocessing  # noqa: E402
@@ -28,12 +28,12 @@ from torch.testing._internal.distributed import rpc_utils  # noqa: E402
 torch.set_num_threads(1)
 
 _UNHEARD: Final = frozenset(("test_rpc_barrier_multithreaded", "test_async_dist_autograd"))
-"""Tests that work in threads, whose errors nobody would hear of."""
+"""Tests that work in threads, whose errors would go unnoticed."""
 _FAILED_IN_THREAD: Final = 11
 
 
 class _Strict:
-    """Ranks that fork from a server that has torch loaded, and no error that goes unnoticed."""
+    """Forks ranks from a server that has imported torch, and makes every error fail the test."""
 
     processes: list[Any]
 
@@ -84,7 +84,7 @@ _WITHOUT_GPU: Final = "TPCuda_TensorPipeAgentCudaRpcTest.test_device_map_cpu"
 
 
 def names() -> list[str]:
-    """All tests, as ``class.test``. Of those for GPUs, only what can run here: the others would skip themselves."""
+    """Return all tests, as ``class.test``. Without a GPU, tests for GPUs that would be skipped are left out."""
     found = [f"{case}.{test}" for case, made in CASES.items() for test in sorted(dir(made)) if test.startswith("test")]
     if torch.cuda.is_available():
         return found

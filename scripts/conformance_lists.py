@@ -1,4 +1,4 @@
-"""What torch's own RPC tests are about, which of them say nothing about arpc, and which stand for all the others."""
+"""Lists for torch's own RPC tests: their capabilities, the tests that cannot apply to arpc, and a sample of them."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _CAPABILITIES: Final = (
     ("RRefs", r"rref|remote|owner_equality|nested_remote"),
     ("calls", r""),
 )
-"""The first whose pattern is found in the name of a test."""
+"""The capabilities with their patterns: a test belongs to the first whose pattern is found in its name."""
 
 _INTERPRETER: Final = "the interpreter of TorchScript makes the call itself, and asks for torch's own agent in C++"
 _SCRIPT_RREF: Final = "a TorchScript function takes, or a module holds, an RRef: TorchScript knows the one in C++ only"
@@ -83,7 +83,7 @@ EXCLUDED: Final = {
     "TP_RemoteModuleTest.test_remote_module_py_pickle_not_supported_script": _SCRIPT_RREF,
     "TP_ThreeWorkersRemoteModuleTest.test_send_remote_module_over_the_wire_script_not_supported": _SCRIPT_RREF,
 }
-"""Tests that no runtime without torch's own agent can pass, and why."""
+"""Tests that no runtime without torch's own agent can pass, with the reasons."""
 
 SAMPLE: Final = (
     "TP_RpcTest.test_add",
@@ -129,9 +129,9 @@ SAMPLE: Final = (
     "Faulty_FaultyAgentRpcTest.test_rref_to_here_timeout",
     "Faulty_FaultyAgentRpcTest.test_remote_message_dropped_pickle_to_self",
 )
-"""Some of each capability, none that takes long, and none that minds a backend that loses messages."""
+"""Some tests of each capability, none that takes long, and none that fails with a backend that loses messages."""
 
 
 def capability_of(test: str) -> str:
-    """What a test is about."""
+    """Return the capability that a test belongs to."""
     return next(name for name, pattern in _CAPABILITIES if re.search(pattern, test))

@@ -1,4 +1,4 @@
-"""What `make docs` does besides building the pages of docs/: it adds files that lie beside them, and adjusts links."""
+"""Hooks of `make docs` besides building the pages of docs/: they add files from outside, and adjust links."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ROOT_PAGES: Final = {
     "CODE_OF_CONDUCT.md": "code-of-conduct.md",
     "SECURITY.md": "security-policy.md",
 }
-"""Files at the root of the repository, and what they are called on the site."""
+"""Files at the root of the repository, and their names on the site."""
 
 
 def on_files(files: Files, config: Any) -> Files:
@@ -24,7 +24,7 @@ def on_files(files: Files, config: Any) -> Files:
             files.append(File.generated(config, f"examples/{path.name}", abs_src_path=str(path)))
     for name, page in ROOT_PAGES.items():
         if (replaced := files.get_file_from_path(page)) is not None:
-            files.remove(replaced)  # docs/contributing.md only says where the text is
+            files.remove(replaced)  # docs/contributing.md only refers to the text
         files.append(File.generated(config, page, abs_src_path=str(ROOT / name)))
     return files
 

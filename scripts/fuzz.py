@@ -1,9 +1,9 @@
-"""Feeds arpc bytes that no peer of good will would send: ``make fuzz``. Most are found by coverage (atheris).
+"""Feeds arpc bytes that no benign peer would send: ``make fuzz``. Most are found by coverage (atheris).
 
-Each target is a process of its own, seeded with what real workers say. A target fails if an error comes out of it that
-is not one of those it may raise, if it takes more than ten seconds or 4 GB of memory, or if it crashes; for the
-restricted unpickler also if anything happens that a pickle must not do: a file opened, a module imported, code
-compiled, a process started. What was found is in ``build/fuzz``, and so are the inputs that reached something new.
+Each target is a process of its own, seeded with messages of real workers. A target fails if it raises an error that is
+not among those it may raise, if it takes more than ten seconds or 4 GB of memory, or if it crashes; the restricted
+unpickler also fails if a pickle causes a forbidden action: a file is opened, a module imported, code compiled, a
+process started. Findings are in ``build/fuzz``, and so are the inputs that reached new code.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ ROOT: Final = Path(__file__).resolve().parent.parent
 BUILD: Final = ROOT / "build" / "fuzz"
 RUNS: Final = 1_000_000
 MAX_BYTES: Final = 4096
-# what a pickle must not cause; see `sys.addaudithook`
+# audit events that a pickle must not cause; see `sys.addaudithook`
 FORBIDDEN: Final = re.compile(
     r"open|import|exec|compile|os\.|subprocess\.|socket\.|ctypes\.|shutil\.|code\.|marshal\.|pty\.|cpython\.run|sys\."
 )
@@ -34,18 +34,18 @@ FORBIDDEN: Final = re.compile(
 
 @dataclass(frozen=True)
 class Target:
-    """One thing to be fuzzed: how to make it, and what to begin with."""
+    """One target of the fuzzer: the function that makes it, and its first inputs."""
 
     about: str
     make: Callable[[], Callable[[bytes], None]]
     seeds: Callable[[], Iterable[bytes]]
 
 
-# -- frames: an open connection takes anything
+# -- frames: an open connection receives any bytes
 
 
 def make_frames() -> Callable[[bytes], None]:
-    """The receiving half of a connection that is open, fed in pieces."""
+    """Return the receiving half of an open connection, which takes its input in pieces."""
     from arpc.errors import ProtocolError, SerializationError
     from arpc.wire.frames import Limits
     from arpc.wire.metadata import decode_metadata
@@ -72,11 +72,11 @@ def make_frames() -> Callable[[bytes], None]:
 
 
 def opened_protocol() -> Callable[[Any], Any]:
-    """What makes connections that are open, given their limits."""
+    """Return a function that makes an open connection from its limits."""
     from arpc.wire import protocol as wire
 
     handshake = finished_handshake()
-    # so small that inputs of this size do not fit, and frames are read in all the ways there are
+    # so small that inputs of the fuzzer do not fit, and frames are read in every way
     wire.RECEIVE_BYTES = 512  # type: ignore[misc]
 
     def allocate(size_bytes: int) -> memoryview:
@@ -84,14 +84,14 @@ def opened_protocol() -> Callable[[Any], Any]:
 
     def open_protocol(limits: Any) -> Any:
         protocol = wire.Protocol(handshake, limits, allocate)
-        protocol._open()  # noqa: SLF001 - what the end of the handshake comes to
+        protocol._open()  # noqa: SLF001 - as the end of the handshake does
         return protocol
 
     return open_protocol
 
 
 def finished_handshake() -> Any:
-    """The acceptor's side of one that went well."""
+    """Return the acceptor's side of a successful handshake."""
     from arpc.wire.frames import Limits
     from arpc.wire.handshake import Handshake, Identity, Role
     from arpc.wire.protocol import Protocol
@@ -106,7 +106,7 @@ def finished_handshake() -> Any:
 
 
 def deliver(protocol: Any, data: bytes) -> list[Any]:
-    """Put bytes where a protocol wants them; returns the messages in them."""
+    """Put bytes into the buffers of a protocol; return the messages in them."""
     messages: list[Any] = []
     while data:
         target = protocol.get_buffer(-1)
@@ -118,7 +118,7 @@ def deliver(protocol: Any, data: bytes) -> list[Any]:
 
 
 def received(protocol: Any, data: bytes, step: int) -> list[Any]:
-    """The messages that a protocol reads from data which arrive in pieces of ``step`` bytes."""
+    """Return the messages that a protocol reads from data which arrive in pieces of ``step`` bytes."""
     messages: list[Any] = []
     for start in range(0, len(data), step):
         messages += deliver(protocol, data[start : start + step])
@@ -126,7 +126,7 @@ def received(protocol: Any, data: bytes, step: int) -> list[Any]:
 
 
 def frame_seeds() -> Iterable[bytes]:
-    """Messages as workers send them."""
+    """Yield messages as workers send them."""
     import torch
 
     from arpc.wire.frames import frame
@@ -157,7 +157,7 @@ def frame_seeds() -> Iterable[bytes]:
 
 
 def make_handshake() -> Callable[[bytes], None]:
-    """A stranger's words, to both roles. Nobody gets in without the secret."""
+    """Return a target that feeds bytes of a stranger to both roles. Without the secret no handshake may succeed."""
     from arpc.errors import HandshakeError, ProtocolError
     from arpc.wire.frames import Limits
     from arpc.wire.handshake import Handshake, Identity, Role
@@ -180,7 +180,7 @@ def make_handshake() -> Callable[[bytes], None]:
 
 
 def handshake_seeds() -> Iterable[bytes]:
-    """All four words of a handshake, with and without a secret."""
+    """Yield all four messages of a handshake, with and without a secret."""
     from arpc.errors import HandshakeError
     from arpc.wire.frames import Limits
     from arpc.wire.handshake import Handshake, Identity, Role
@@ -204,7 +204,7 @@ def handshake_seeds() -> Iterable[bytes]:
 
 
 def make_tensors() -> Callable[[bytes], None]:
-    """The layout of tensors that a peer announces, and messages that refer to it."""
+    """Return a target that reads layouts of tensors that a peer announces, and messages that refer to them."""
     import torch
 
     from arpc.errors import ProtocolError, SerializationError
@@ -224,7 +224,7 @@ def make_tensors() -> Callable[[bytes], None]:
             table, rest = data[2:split], data[split:]
             buffers = [memoryview(bytearray(64)), memoryview(bytearray(16))]
             layout = read_layout(table, is_restricted=bool(data[0] & 2))
-            for _ in range(2):  # it is read once, and serves many messages
+            for _ in range(2):  # a layout is read once, and used for many messages
                 for slot in layout.build(bytearray(rest), buffers):
                     touch(slot)
         except (ProtocolError, SerializationError):
@@ -234,7 +234,7 @@ def make_tensors() -> Callable[[bytes], None]:
 
 
 def tensor_seeds() -> Iterable[bytes]:
-    """Tensors of all kinds, packed."""
+    """Yield packed tensors of all kinds."""
     import torch
 
     from arpc.wire.values.schemas import Packer
@@ -265,7 +265,7 @@ def tensor_seeds() -> Iterable[bytes]:
 
 
 def make_pickles() -> Callable[[bytes], None]:
-    """The restricted unpickler, by both of its ways; and the names of functions."""
+    """Return a target for both variants of the restricted unpickler, and for the names of functions."""
     import torch
 
     from arpc.wire.values import restricted
@@ -282,12 +282,12 @@ def make_pickles() -> Callable[[bytes], None]:
     sys.addaudithook(watch)
 
     def permit(_: tuple[str, str]) -> None:
-        """All that is exported may be named."""
+        """Permit everything that is exported."""
 
     def attempt(read: Callable[[], Any]) -> None:
         nonlocal is_watching
         is_watching = True
-        # which error does not matter, since it is the caller's; what else happens does
+        # the kind of error does not matter, since the caller gets it; forbidden actions do
         with contextlib.suppress(Exception):
             read()
         is_watching = False
@@ -302,7 +302,7 @@ def make_pickles() -> Callable[[bytes], None]:
         if len(data) < 100:
             attempt(lambda: callable_named(restricted.read_name(data)))
 
-    # what is imported on the way to the first error of each kind is not the pickle's doing
+    # imports on the way to the first error of each kind are not caused by the pickle
     for seed in pickle_seeds():
         with contextlib.suppress(Exception):
             restricted.restricted_loads(seed, [torch.ones(2)], permit)
@@ -310,7 +310,7 @@ def make_pickles() -> Callable[[bytes], None]:
 
 
 def pickle_seeds() -> Iterable[bytes]:
-    """What may be sent, and what would like to be."""
+    """Yield pickles that may be sent, and pickles that are attacks."""
     import builtins
     import collections
     import datetime as dt
@@ -359,12 +359,12 @@ TARGETS: Final = {
     "pickles": Target("the restricted unpickler", make_pickles, pickle_seeds),
 }
 PROGRAMS: Final = {"metadata": "scripts.metadata"}
-"""Targets that have a program of their own: bytes changed at random would seldom lie about one field alone."""
+"""Targets with a program of their own: random changes of bytes would seldom falsify a single field."""
 NAMES: Final = (*TARGETS, *PROGRAMS)
 
 
 def fuzz_here(name: str, runs: int, seed: int) -> None:
-    """Fuzzes one target in this process, which ends with it."""
+    """Fuzz one target in this process, which exits at the end."""
     import atheris
 
     with atheris.instrument_imports(include=["arpc.wire", "pickle"]):
@@ -404,7 +404,7 @@ def fuzz_here(name: str, runs: int, seed: int) -> None:
 
 
 def main() -> int:
-    """Fuzzes the targets that were asked for, one after the other, and prints a table."""
+    """Fuzz the requested targets, one after the other, and print a table. Return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("targets", nargs="*", help=f"any of {', '.join(NAMES)}; all of them if none is given")
     parser.add_argument("--runs", type=int, default=RUNS, help="inputs for each target (%(default)s)")
@@ -427,7 +427,7 @@ def main() -> int:
 
 
 def run_apart(name: str, runs: int, seed: int) -> int:
-    """Fuzzes one target in a process of its own; returns 0 if nothing was found."""
+    """Fuzz one target in a process of its own; return 0 if nothing was found."""
     program = ["-m", PROGRAMS[name], "--found", str(BUILD)] if name in PROGRAMS else [__file__, name, "--here"]
     command = [sys.executable, *program, "--runs", str(runs), "--seed", str(seed)]
     log = BUILD / f"{name}.log"
@@ -444,7 +444,7 @@ def run_apart(name: str, runs: int, seed: int) -> int:
 
 
 def stat_of(text: str, name: str) -> str:
-    """A figure that the fuzzer prints at its end."""
+    """Return a figure that the fuzzer prints at its end."""
     found = re.search(rf"stat::{name}:\s*(\d+)", text)
     return found.group(1) if found else "0"
 

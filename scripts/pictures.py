@@ -1,4 +1,4 @@
-"""Takes the pictures of docs/observability.md: starts a busy group, and looks at it with a browser and with arpc top.
+"""Takes the pictures of docs/observability.md: starts a busy group, and shows it in a browser and in arpc top.
 
 ``python -m scripts.pictures docs/images``. Needs playwright and a Chromium.
 """
@@ -24,11 +24,11 @@ from arpc.metrics.summary import GroupSummary
 CHROMIUM: Final = "/usr/bin/chromium"
 FLAGS: Final = ["--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking", "--disable-sync"]
 WARM_UP_S: Final = 45.0
-"""Until the lines of the last minute are full enough to look like something."""
+"""Seconds until the charts of the last minute have enough points."""
 
 
 async def take(folder: Path, chromium: str) -> None:
-    """All pictures."""
+    """Take all pictures."""
     group = await asyncio.create_subprocess_exec(
         sys.executable,
         "-m",
@@ -62,7 +62,7 @@ async def take(folder: Path, chromium: str) -> None:
 
 
 async def draw_top(summary: GroupSummary, folder: Path, browser: Any) -> None:
-    """What arpc top shows, drawn by rich and turned into a picture by the browser."""
+    """Take a picture of arpc top: drawn by rich, and turned into a picture by the browser."""
     console = Console(record=True, width=160, file=Path(os.devnull).open("w"), force_terminal=True)  # noqa: SIM115, ASYNC230
     console.print(Screen().everything(summary, {"workers", "functions"}))
     drawing = folder / "top.svg"

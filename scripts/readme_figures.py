@@ -1,7 +1,7 @@
-"""Writes the picture and the table of the README from one run of the bench, so that the two always agree.
+"""Writes the picture and the table of the README from one run of the benchmark, so that the two always agree.
 
-``make figures`` measures, and then calls ``python -m scripts.readme_figures build/figures.json``. What the README shows
-is kept in docs/figures.json, from which ``python -m scripts.readme_figures`` alone draws and writes it again.
+``make figures`` measures, and then calls ``python -m scripts.readme_figures build/figures.json``. The figures of the
+README are kept in docs/figures.json, from which ``python -m scripts.readme_figures`` alone draws and writes them again.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ SHOWN: Final = {
     "shape/call/16-float-tensor/async/split/64": "64 calls in flight, 16 floats there and back",
     "peers/send": "a 64 MB tensor, sent",
 }
-"""The rows of the table, and what they are called there."""
+"""The rows of the table, and their labels there."""
 
 PEER_PANELS: Final = (
     ("peers/call", "One small call"),
@@ -69,7 +69,7 @@ ACCENT: Final = "#d9480f"
 
 
 def condense(document: dict[str, Any], commit: str) -> dict[str, Any]:
-    """Keep what the README needs of a document of ``arpc bench --json``: medians, ratios and how they were measured."""
+    """Return the part of an ``arpc bench --json`` document that the README needs: medians, ratios, conditions."""
     shares = [
         share for row in document["rows"] for figures in row["columns"].values() for share in figures["foreign_shares"]
     ]
@@ -96,7 +96,7 @@ def condense(document: dict[str, Any], commit: str) -> dict[str, Any]:
 
 
 def table(kept: dict[str, Any]) -> str:
-    """The Markdown between the two markers of the README."""
+    """Return the Markdown between the two markers of the README."""
     rows = kept["rows"]
     lines = [
         "| two processes on one host, one CPU each | arpc | torch.distributed.rpc | speed-up |",
@@ -141,7 +141,7 @@ def is_disturbed(kept: dict[str, Any]) -> bool:
 
 
 def shape_ratios(kept: dict[str, Any]) -> dict[str, float]:
-    """How many times as fast as torch arpc is, for every shape on two CPUs."""
+    """Return how many times as fast as torch arpc is, for every shape on two CPUs."""
     return {
         key: row["ratios"]["torch"]
         for key, row in kept["rows"].items()
@@ -150,17 +150,17 @@ def shape_ratios(kept: dict[str, Any]) -> dict[str, float]:
 
 
 def without_placement(title: str) -> str:
-    """A row's title without the word for "one CPU each", which the README says once for all."""
+    """Return a row's title without the word for "one CPU each", which the README states once for all rows."""
     return title.replace(", split", "")
 
 
 def times(ratio: float) -> str:
-    """A ratio with no more digits than it deserves."""
+    """Format a ratio with no more digits than are significant."""
     return f"{ratio:.1f}x" if ratio < 10 else f"{ratio:.0f}x"
 
 
 def spoken(value: float, unit: str) -> str:
-    """A figure as a person would write it."""
+    """Format a figure as a person would write it."""
     match unit:
         case "us" if value >= 1000:
             return f"{value / 1000:.1f} ms"
@@ -173,18 +173,18 @@ def spoken(value: float, unit: str) -> str:
 
 
 def with_table(readme: str, kept: dict[str, Any]) -> str:
-    """The README with the table of these figures between its markers."""
+    """Return the README with the table of these figures between its markers."""
     begin, end = readme.index(BEGIN) + len(BEGIN), readme.index(END)
     return f"{readme[:begin]}\n{table(kept)}\n{readme[end:]}"
 
 
 def fingerprint(kept: dict[str, Any]) -> str:
-    """A hash of the figures, which the picture carries in its metadata: it tells which figures were drawn."""
+    """Return a hash of the figures, which the picture has in its metadata: it identifies the drawn figures."""
     return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()
 
 
 def draw(kept: dict[str, Any], path: Path) -> None:
-    """Ratios only: every shape against torch on the left, the other systems on the right."""
+    """Draw ratios only: every shape against torch on the left, the other systems on the right."""
     figure = Figure(figsize=(13, 4.6), dpi=150, facecolor="white", layout="constrained")
     FigureCanvasAgg(figure)
     peers = [(kept["rows"][key], title) for key, title in PEER_PANELS if key in kept["rows"]]
@@ -274,7 +274,7 @@ def _strip(axes: Axes) -> None:
 
 
 def _rounded(value: float) -> float:
-    """Three digits: more would say that the machine is steadier than it is."""
+    """Round to three digits: more would suggest a steadier machine than there is."""
     return float(f"{value:.3g}")
 
 

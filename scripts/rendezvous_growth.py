@@ -1,10 +1,10 @@
-"""What it costs a group to come together, as it grows: 2 to 64 workers, each in a process of its own.
+"""The cost of a group's rendezvous as it grows: 2 to 64 workers, each in a process of its own.
 
     python -m scripts.rendezvous_growth --plot docs/images
 
-The processes are forked from one that has imported torch, wait for each other, and then all call `init_rpc` at once: in
-a store as `arpc launch` and torchrun serve it. Measured are the time until the last one is up, the time of a barrier
-after that, and for each worker its CPU time, its operations on the store and the connections that it has.
+The processes are forked from one that has imported torch, wait for each other, and then all call `init_rpc` at once,
+with a store as `arpc launch` and torchrun serve it. The script measures the time until the last one is up, the time of
+a barrier after that, and for each worker its CPU time, its operations on the store and its connections.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SIZES: Final = (2, 4, 8, 16, 32, 64)
 
 
 class Figures(NamedTuple):
-    """Of one worker."""
+    """The figures of one worker."""
 
     up_at: float
     barrier_s: float
@@ -41,7 +41,7 @@ class Figures(NamedTuple):
 
 
 def be_a_worker(environment: dict[str, str], pipe: Connection) -> None:
-    """What each process does."""
+    """Run one worker: the target of each process."""
     os.environ.update(environment)
     pipe.send("ready")
     pipe.recv()
@@ -49,9 +49,9 @@ def be_a_worker(environment: dict[str, str], pipe: Connection) -> None:
 
 
 async def join() -> Figures:
-    """Join, pass a barrier, and tell what that took."""
+    """Join, pass a barrier, and return the figures of that."""
     cpu_s = time.process_time()
-    # without the garbage collection of a start, 100 ms of every worker that have nothing to do with the others
+    # without the garbage collection at the start, which takes each worker 100 ms, however large the group is
     async with arpc.init_rpc(options=arpc.RpcOptions(gc_freeze=False)) as worker:
         up_at = time.monotonic()
         await worker.rendezvous.gather("barrier", b"", timeout_s=60)
@@ -67,7 +67,7 @@ async def join() -> Figures:
 
 
 async def measure(size: int) -> tuple[float, list[Figures]]:
-    """Run one group; the seconds until all were up, and the figures of each worker."""
+    """Run one group; return the seconds until all were up, and the figures of each worker."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["arpc._public", "uvloop"])
     server = StoreServer()
@@ -98,7 +98,7 @@ async def measure(size: int) -> tuple[float, list[Figures]]:
 
 
 async def measure_all(rounds: int) -> list[dict[str, float]]:
-    """The best of some rounds for each size: other work on the machine only ever adds."""
+    """Return the best of some rounds for each size: other work on the machine can only add time."""
     rows = []
     for size in SIZES:
         found = [await measure(size) for _ in range(rounds)]
@@ -118,7 +118,7 @@ async def measure_all(rounds: int) -> list[dict[str, float]]:
 
 
 def draw(rows: Sequence[dict[str, float]], directory: Path) -> Path:
-    """Two panels: time for the group, and work for each worker."""
+    """Draw two panels: time for the group, and work for each worker; return the path of the picture."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -144,9 +144,7 @@ def draw(rows: Sequence[dict[str, float]], directory: Path) -> Path:
         panel.grid(color="#d0d7de", linewidth=0.5)
         panel.legend(frameon=False, fontsize=8)
         panel.spines[["top", "right"]].set_visible(False)
-    time_panel.set_yscale(
-        "log"
-    )  # what grows with the group is a straight line, what grows with its square a steeper one
+    time_panel.set_yscale("log")  # linear growth is a straight line, quadratic growth a steeper one
     time_panel.set_xlabel(f"workers, on {os.cpu_count()} CPUs")
     work_panel.set_ylim(bottom=0)
     path = directory / "rendezvous-growth.png"

@@ -37,7 +37,7 @@ class ArpcGradients(AsyncioCaller):
     """The measurements of autograd."""
 
     async def autograd_op(self, *, budget_s: float) -> Measurement:
-        """One operation on another worker, and back: ``p50_us``."""
+        """Measure one operation on another worker, forward and backward: ``p50_us``."""
         x, y = leaves()
 
         async def step() -> None:
@@ -47,7 +47,7 @@ class ArpcGradients(AsyncioCaller):
         return latency_figures(await self._one_by_one(step, budget_s))
 
     async def autograd_contexts(self, *, budget_s: float) -> Measurement:
-        """One remote operation there and back, in several contexts at once."""
+        """Measure one remote operation, forward and backward, in several contexts at once."""
         x, y = leaves()
 
         async def step() -> None:
@@ -57,7 +57,7 @@ class ArpcGradients(AsyncioCaller):
         return latency_figures(await self._one_by_one(step, budget_s))
 
     async def autograd_group(self, *, budget_s: float) -> Measurement:
-        """Over more workers: ``chain_us`` of one that calls another, ``fan_out_us`` of many that are called at once."""
+        """Measure more workers: ``chain_us`` of a chain of calls, ``fan_out_us`` of concurrent calls to many."""
         x, y = leaves()
 
         async def chain() -> None:
@@ -80,7 +80,7 @@ class ArpcGradients(AsyncioCaller):
         return figures
 
     async def autograd_transformer(self, *, budget_s: float) -> Measurement:
-        """A step of a transformer over two workers: ``p50_us``, and the share of it that the ``arithmetic`` takes."""
+        """Measure a step of a transformer over two workers: ``p50_us``, and the share of ``arithmetic`` in it."""
 
         async def step() -> None:
             async with arpc.autograd.context() as ctx_id:
@@ -99,9 +99,9 @@ class ArpcGradients(AsyncioCaller):
         return figures | {"arithmetic": 1e6 * arithmetic_s() / figures["p50_us"]}
 
     async def autograd_outside(self, *, nodes: int, budget_s: float) -> Measurement:
-        """A pass over so many nodes of this worker: ``share`` of its time of the CPU that torch's engine does not take.
+        """Measure a pass over ``nodes`` nodes of this worker: the ``share`` of its CPU time outside torch's engine.
 
-        Of the CPU: a thread may have to wait for its turn, but not for long where little else goes on.
+        CPU time leaves out the waits of threads for their turn, which are short on an idle machine.
         """
         x, _ = leaves()
         shares: list[float] = []

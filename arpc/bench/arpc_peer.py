@@ -1,4 +1,4 @@
-"""arpc, through its public surface alone and with its defaults, as a user would."""
+"""arpc with its defaults, and through its public API except where a measurement has to look inside."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from arpc.runtime import current
 
 __all__ = ["Arpc", "system"]
 
-# A result is freed after the next was asked for: two blocks of memory take turns, and each end has to touch both
+# A result is freed after the next one is requested: two blocks of memory alternate, and both ends touch each
 FETCHES_UNTIL_WARM = 5
 PROFILING_TURNS = 40
 SHAPE_WARM_UP_S = 0.05
@@ -53,24 +53,24 @@ class ArpcCaller(ArpcGradients):
         return partial(arpc.rpc_async, CALLEE, made, (size_bytes,))
 
     async def shape(self, *, name: str, flavour: str, budget_s: float) -> Measurement:
-        """One call of a shape after another: ``p50_us``."""
+        """Measure one call of a shape after another: ``p50_us``."""
         call = arpc_shapes.call_of(BY_NAME[name], cast("Flavour", flavour))
         await self._one_by_one(call, max(SHAPE_WARM_UP_S, budget_s * WARM_UP_SHARE))
         return latency_figures(await self._one_by_one(call, budget_s))
 
     async def shape_rate(self, *, name: str, flavour: str, in_flight: int, budget_s: float) -> Measurement:
-        """A sliding window of calls of a shape: ``calls_per_s``."""
+        """Measure a sliding window of calls of a shape: ``calls_per_s``."""
         call = arpc_shapes.call_of(BY_NAME[name], cast("Flavour", flavour))
         await self._window(call, in_flight, max(SHAPE_WARM_UP_S, budget_s * WARM_UP_SHARE))
         return {"calls_per_s": await self._window(call, in_flight, budget_s)}
 
     async def growth(self, *, few: str, many: str, more: int, budget_s: float) -> Measurement:
-        """Two shapes in turn, of which one has ``more`` of something: ``each_us`` is what each of these adds."""
+        """Measure two shapes, of which one has ``more`` of something: ``each_us`` is what each of these adds."""
         medians = [(await self.shape(name=name, flavour="async", budget_s=budget_s))["p50_us"] for name in (few, many)]
         return {"each_us": (medians[1] - medians[0]) / more}
 
     async def overload(self, *, times: int, in_flight: int, callee_pid: int, budget_s: float) -> Measurement:
-        """Calls that take a while: as many as can be taken, and then `times` as many a second, whatever comes back."""
+        """Measure calls that take a while: the peak rate, then `times` that rate, whether or not replies come."""
 
         async def call() -> None:
             await arpc.rpc_sync(CALLEE, nap)
@@ -97,7 +97,7 @@ class ArpcCaller(ArpcGradients):
         }
 
     async def rref_latency(self, *, budget_s: float) -> Measurement:
-        """`remote`, then `to_here`, one pair after another: ``p50_us``."""
+        """Measure `remote`, then `to_here`, one pair after another: ``p50_us``."""
 
         async def call() -> object:
             return await arpc.remote(CALLEE, FUNCTIONS["async"]["noop"])
@@ -106,9 +106,9 @@ class ArpcCaller(ArpcGradients):
         return latency_figures(await self._one_by_one(call, budget_s))
 
     async def rref_chain(self, *, length: int, budget_s: float) -> Measurement:
-        """The result of `length` calls, each of a method of the result before, in multiples of others.
+        """Measure a chain of `length` calls, each of a method of the previous result, in multiples of other calls.
 
-        ``round_trips``: of one small call. ``of_calls``: of as many small calls that are made at once.
+        ``round_trips``: of one small call. ``of_calls``: of `length` + 1 small calls that are made at once.
         """
 
         async def call() -> object:
@@ -133,7 +133,7 @@ class ArpcCaller(ArpcGradients):
         }
 
     async def rref_fetch(self, *, size_bytes: int, budget_s: float) -> Measurement:
-        """A large tensor through an RRef, fetched again and again."""
+        """Measure a large tensor that is fetched through an RRef again and again."""
         rref = arpc.remote(CALLEE, big, (size_bytes,))
         samples: list[float] = []
         for _ in range(FETCHES_UNTIL_WARM):
@@ -146,7 +146,7 @@ class ArpcCaller(ArpcGradients):
         return bulk_figures(samples, size_bytes)
 
     async def rref_churn(self, *, rrefs: int, callee_pid: int, budget_s: float) -> Measurement:
-        """Makes many RRefs, sends each to its owner and back, and drops them all: the rate, and what memory is left."""
+        """Make many RRefs, send each to its owner and back, and drop them all: the rate, and the growth of memory."""
         echo = FUNCTIONS["async"]["echo"]
         await self._churn(1000, echo)
         before = start_memory_watch(callee_pid)
@@ -156,9 +156,9 @@ class ArpcCaller(ArpcGradients):
         return {"rrefs_per_s": rrefs / elapsed_s} | left_in_memory(callee_pid, before)
 
     async def profiling_off(self, *, budget_s: float) -> Measurement:
-        """A small call as it is, and one that does not even look whether somebody observes, in turns: ``share``.
+        """Measure small calls with and without the check for observers, alternately: ``share``.
 
-        That is what the first takes longer than the second, as a part of it.
+        That is how much longer the first take than the second, as a fraction of the second.
         """
         agent = current().agent
         call = self.prepare("noop", "async", "none")
@@ -178,7 +178,7 @@ class ArpcCaller(ArpcGradients):
         return {"share": max(0.0, statistics.median(ratios) - 1)}
 
     async def traced_latency(self, *, operators: int, budget_s: float) -> Measurement:
-        """One small call after another while both workers record a trace: ``p50_us``."""
+        """Measure one small call after another while both workers record a trace: ``p50_us``."""
         call = self.prepare("noop", "async", "none")
         async with arpc.profiler.profile(operators=bool(operators)):
             await self._one_by_one(call, budget_s * WARM_UP_SHARE)
@@ -194,7 +194,7 @@ class ArpcCaller(ArpcGradients):
 
 
 async def count_owned() -> int:
-    """How many RRefs this worker owns."""
+    """Return how many RRefs this worker owns."""
     return len(current().rref_context.forks.owned)
 
 
@@ -233,7 +233,7 @@ class Arpc:
 def start_worker(
     name: str, rank: int, place: Path, listen: str, peers: int, max_calls_in_flight: int = 0
 ) -> AbstractAsyncContextManager[object]:
-    """One worker of the group, with arpc's defaults but for where it listens, and what a row is about."""
+    """Make a worker of the group with arpc's defaults, except for its address and its limit of calls in flight."""
     return arpc.init_rpc(
         name,
         rank=rank,
@@ -252,5 +252,5 @@ def _run_member(stay: Callable[[], None], listen: str, peers: int, peer: int, pl
 
 
 def system(listen: str, peers: int = 1, max_calls_in_flight: int = 0) -> Arpc:
-    """Arpc whose workers listen at the address `listen`."""
+    """Make arpc with workers that listen at the address `listen`."""
     return Arpc(listen, peers, max_calls_in_flight)

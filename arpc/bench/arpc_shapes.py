@@ -16,7 +16,7 @@ __all__ = ["call_of"]
 
 
 def call_of(shape: Shape, flavour: Flavour) -> Call:
-    """What makes one call of a shape."""
+    """Return a function that makes one call of a shape."""
     return _MAKERS[shape.use](shape, shape.called(flavour), shape.arguments())
 
 

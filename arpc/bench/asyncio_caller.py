@@ -1,4 +1,4 @@
-"""How anything that can be awaited is measured. A system gives it calls; the loops around them are the same for all."""
+"""Measures calls that are awaited. A system provides the calls; the loops around them are the same for all systems."""
 
 from __future__ import annotations
 
@@ -31,33 +31,33 @@ __all__ = [
 
 GIB: Final = 1 << 30
 REQUESTS_LEAVE_S: Final = 0.01
-"""How long a slow reader runs on, so that its requests are sent, before it stops."""
+"""Seconds that a slow reader runs before it stops, so that its requests are sent."""
 
 Call = Callable[[], Awaitable[object]]
-"""Makes one call; awaiting what it returns gives the result."""
+"""A function that makes one call; awaiting its return value gives the result."""
 
 
 class AsyncioCaller(abc.ABC):
-    """The measurements of `Caller` and the rest, for a system whose calls are awaited."""
+    """The measurements of `Caller` and further ones, for a system whose calls are awaited."""
 
     @abc.abstractmethod
     def prepare(self, function: str, flavour: str, payload: str) -> Call:
-        """A call of `function` that is awaited at once, as cheap as a user of this system could make it."""
+        """Return a call of `function` that is awaited at once, as cheap as a user of this system could make it."""
 
     @abc.abstractmethod
     def prepare_started(self, function: str, flavour: str, payload: str) -> Call:
-        """A call that is under way as soon as it is made, and awaited later."""
+        """Return a call that is in flight as soon as it is made, and awaited later."""
 
     @abc.abstractmethod
     def prepare_bulk(self, function: str, size_bytes: int) -> Call:
-        """A call with one array of `size_bytes` as its argument."""
+        """Return a call with one array of `size_bytes` as its argument."""
 
     def prepare_to(self, peer: int) -> Call:
-        """An empty call to one of several callees."""
+        """Return an empty call to one of several callees."""
         raise NotImplementedError(f"{type(self).__name__} has one callee only")
 
     def prepare_reply(self, size_bytes: int, flavour: str = "async") -> Call:
-        """A call whose reply is a new array of `size_bytes`."""
+        """Return a call whose reply is a new array of `size_bytes`."""
         raise NotImplementedError(f"{type(self).__name__} is not asked for large replies")
 
     async def latency(self, *, function: str, flavour: str, payload: str, budget_s: float) -> Measurement:
@@ -75,7 +75,7 @@ class AsyncioCaller(abc.ABC):
         return {"calls_per_s": await self._window(call, in_flight, budget_s)}
 
     async def bulk(self, *, function: str, size_bytes: int, budget_s: float) -> Measurement:
-        """One large transfer after another: ``gib_per_s`` of the median one. With ``keep`` the receiver is cold."""
+        """Measure one large transfer after another: ``gib_per_s`` of the median. With ``keep`` the receiver is cold."""
         call = self.prepare_bulk(function, size_bytes)
         for _ in range(bulk_warm_up_calls(size_bytes)):
             await call()
@@ -89,7 +89,7 @@ class AsyncioCaller(abc.ABC):
         return bulk_figures(samples, size_bytes)
 
     async def latency_under_load(self, *, flavour: str, size_bytes: int, budget_s: float) -> Measurement:
-        """`latency` of an empty call, idle and then while transfers of `size_bytes` run one after another."""
+        """Measure `latency` of an empty call, idle and then while transfers of `size_bytes` run one after another."""
         call = self.prepare("noop", flavour, "none")
         transfer = self.prepare_bulk("drop", size_bytes)
         idle = latency_figures(await self._one_by_one(call, budget_s))
@@ -108,9 +108,9 @@ class AsyncioCaller(abc.ABC):
         return loaded | {"times_idle": loaded["p50_us"] / idle["p50_us"]}
 
     async def latency_among_results(self, *, flavour: str, size_bytes: int, calls: int, budget_s: float) -> Measurement:
-        """`latency` of an empty call while `calls` calls are in flight that return `size_bytes` each.
+        """Measure `latency` of an empty call while `calls` calls are in flight that return `size_bytes` each.
 
-        ``unanswered_percent`` is how many of the large ones were, when the first small one was answered.
+        ``unanswered_percent`` is the share of the large calls without a reply when the first small one had its reply.
         """
         call = self.prepare("noop", flavour, "none")
         transfer = self.prepare_reply(size_bytes, flavour)
@@ -134,9 +134,9 @@ class AsyncioCaller(abc.ABC):
         return latency_figures(samples) | {"unanswered_percent": 100 * unanswered / calls}
 
     async def flood(self, *, calls: int, callee_pid: int, budget_s: float) -> Measurement:
-        """Starts `calls` calls in one go, so that all are in flight at once, then waits for them.
+        """Start `calls` calls in one go, so that all are in flight at once, then wait for them.
 
-        The process should be fresh: memory that an earlier flood has left to the allocator would not be counted.
+        The process should be fresh: memory that the allocator has kept from an earlier flood would not be counted.
         """
         call = self.prepare_started("noop", "async", "none")
         await self._window(call, 16, budget_s)
@@ -144,7 +144,7 @@ class AsyncioCaller(abc.ABC):
         started = time.perf_counter()
         pending = [call() for _ in range(calls)]
         issued = time.perf_counter()
-        # The sweep above is one long step of the driver's own; what counts as a stall is what the system adds to it.
+        # The list above is one long step of this measurement itself; only later delays count as stalls of the system.
         watch = memory.StallWatch()
         for one in pending:
             await one
@@ -159,7 +159,7 @@ class AsyncioCaller(abc.ABC):
         }
 
     async def soak(self, *, calls: int, in_flight: int, callee_pid: int, budget_s: float) -> Measurement:
-        """Many calls through a window: what they leave behind in resident memory, on both sides."""
+        """Make many calls through a window: the growth of resident memory that they leave, on both sides."""
         call = self.prepare("noop", "async", "none")
         await self._window(call, in_flight, max(1.0, budget_s))
         before = start_memory_watch(callee_pid)
@@ -176,7 +176,7 @@ class AsyncioCaller(abc.ABC):
     async def slow_reader(
         self, *, replies: int, size_bytes: int, stopped_s: float, callee_pid: int, budget_s: float
     ) -> Measurement:
-        """Asks for many large replies, and is stopped before it reads them: what piles up at the callee."""
+        """Request many large replies, and stop this process before it reads them: the growth of the callee's memory."""
         call = self.prepare_reply(size_bytes)
         await call()
         _, callee_before = start_memory_watch(callee_pid)
@@ -192,9 +192,9 @@ class AsyncioCaller(abc.ABC):
         }
 
     async def in_turn(self, *, peers: int, in_flight: int, budget_s: float) -> Measurement:
-        """An empty call to each of `peers` callees in turn: one after another, and a window of them.
+        """Measure an empty call to each of `peers` callees in turn: one after another, and a window of them.
 
-        ``caller_cpu_us``: the CPU time of the caller for each call of the window, with what it spends on waiting awake.
+        ``caller_cpu_us``: the CPU time of the caller for each call of the window, busy-polling included.
         """
         calls = [self.prepare_to(peer) for peer in range(peers)]
         for call in calls:
@@ -225,13 +225,13 @@ class AsyncioCaller(abc.ABC):
         return samples
 
     async def _window(self, call: Call, in_flight: int, duration_s: float) -> float:
-        """Calls per second of `in_flight` coroutines that each call again as soon as they have their answer."""
+        """Return the calls per second of `in_flight` coroutines that each call again as soon as a reply comes."""
         running = True
         done = 0
 
         async def caller() -> None:
             nonlocal done
-            await call()  # on a busy machine, all the time may be over before the first step
+            await call()  # on a busy machine, the time may be up before the first step
             done += 1
             while running:
                 await call()
@@ -248,7 +248,7 @@ class AsyncioCaller(abc.ABC):
 
 
 def latency_figures(samples_s: list[float]) -> Measurement:
-    """Sums up one call after another."""
+    """Summarize samples of one call after another."""
     ordered = sorted(samples_s)
     return {
         "p50_us": statistics.median(ordered) * 1e6,
@@ -258,13 +258,13 @@ def latency_figures(samples_s: list[float]) -> Measurement:
 
 
 def bulk_figures(samples_s: list[float], size_bytes: int) -> Measurement:
-    """Sums up one transfer after another. An echo's payload counts once, though it travels twice."""
+    """Summarize samples of one transfer after another. An echo's payload counts once, though it is sent twice."""
     median_s = statistics.median(samples_s)
     return {"gib_per_s": size_bytes / median_s / GIB, "p50_us": median_s * 1e6, "calls": float(len(samples_s))}
 
 
 def start_memory_watch(callee_pid: int) -> tuple[int, int]:
-    """Resident bytes of caller and callee, from which their peaks are counted from now on."""
+    """Return the resident bytes of caller and callee, and reset their peaks."""
     gc.collect()
     for pid in (os.getpid(), callee_pid):
         memory.forget_peak(pid)
@@ -272,7 +272,7 @@ def start_memory_watch(callee_pid: int) -> tuple[int, int]:
 
 
 def left_in_memory(callee_pid: int, before: tuple[int, int]) -> Measurement:
-    """How much more caller and callee hold now than `start_memory_watch` has seen."""
+    """Return how much more resident memory caller and callee have now than `start_memory_watch` returned."""
     gc.collect()
     return {
         f"{role}_growth_mb": (memory.resident_bytes(pid) - resident_bytes) / 1e6
@@ -281,7 +281,7 @@ def left_in_memory(callee_pid: int, before: tuple[int, int]) -> Measurement:
 
 
 def stop_for_a_while(duration_s: float) -> None:
-    """Stops this whole process, with its threads, as one that is swapped out or held in a debugger."""
+    """Stop this whole process, with its threads, as if it were swapped out or held in a debugger."""
     awakener = subprocess.Popen(["/bin/sh", "-c", f"sleep {duration_s}; kill -CONT {os.getpid()}"])
     os.kill(os.getpid(), signal.SIGSTOP)
     awakener.wait()

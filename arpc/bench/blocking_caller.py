@@ -1,4 +1,4 @@
-"""How a system without coroutines is measured: one thread that blocks, and a sliding window of futures."""
+"""Measures a system without coroutines: one thread that blocks, and a sliding window of futures."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ __all__ = [
 ]
 
 MINIMUM_WARM_UP_S: Final = 0.1
-"""A system may have been stopped until now; its threads need a moment to find their places again."""
+"""The least warm-up: a system may have been stopped until now, and its threads need a moment to resume."""
 
 
 class Waitable(Protocol):
-    """The result of a call under way."""
+    """The result of a call in flight."""
 
     def wait(self) -> object: ...
 
@@ -46,15 +46,15 @@ class BlockingCaller(abc.ABC):
 
     @abc.abstractmethod
     def prepare(self, function: str, payload: str) -> BlockingCall:
-        """A call of `function` that returns with its result."""
+        """Return a blocking call of `function`."""
 
     @abc.abstractmethod
     def prepare_started(self, function: str, payload: str) -> StartedCall:
-        """A call that returns at once with something to wait for."""
+        """Return a call that returns at once with a future to wait for."""
 
     @abc.abstractmethod
     def prepare_bulk(self, function: str, size_bytes: int) -> BlockingCall:
-        """A call with one array of `size_bytes` as its argument."""
+        """Return a call with one array of `size_bytes` as its argument."""
 
     async def latency(self, *, function: str, flavour: str, payload: str, budget_s: float) -> Measurement:
         call = self.prepare(function, payload)
@@ -104,7 +104,7 @@ class RpcCaller(BlockingCaller):
 
 
 def one_by_one(call: BlockingCall, duration_s: float, minimum: int = 1) -> list[float]:
-    """What each call took, in seconds; at least `minimum` of them."""
+    """Make calls one after another. Return the seconds that each took; there are at least `minimum` calls."""
     clock = time.perf_counter
     samples: list[float] = []
     now = clock()
@@ -118,7 +118,7 @@ def one_by_one(call: BlockingCall, duration_s: float, minimum: int = 1) -> list[
 
 
 def in_threads(call: BlockingCall, threads: int, duration_s: float) -> float:
-    """Calls per second of so many threads, each of which makes one call after the other."""
+    """Return the calls per second of `threads` threads, each of which makes one call after the other."""
     clock = time.perf_counter
     made = [0] * threads
     started = clock()
@@ -138,7 +138,7 @@ def in_threads(call: BlockingCall, threads: int, duration_s: float) -> float:
 
 
 def window(start: StartedCall, in_flight: int, duration_s: float) -> float:
-    """Calls per second with up to `in_flight` futures open; waiting for the oldest is the cheapest way to have that."""
+    """Return the calls per second with up to `in_flight` open futures. To wait for the oldest is the cheapest way."""
     clock = time.perf_counter
     under_way: deque[Waitable] = deque()
     done = 0

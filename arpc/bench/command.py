@@ -1,4 +1,4 @@
-"""What ``arpc bench`` and ``make bench`` run: measures, reports, draws."""
+"""The command ``arpc bench``, also of ``make bench``: measures, reports, draws."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ QUICK_REPEAT_S = 5.0
 
 
 def run(options: argparse.Namespace) -> int:
-    """Measures what was asked for and reports it; returns the exit status, 1 if arpc, torch or a floor failed."""
+    """Measure and report the requested rows. Return the exit status, 1 if arpc, torch or a floor failed."""
     if not sys.platform.startswith("linux") and not options.list and not options.replot:
         print("arpc bench pins processes and reads /proc: it takes Linux", file=sys.stderr)
         return 2
@@ -76,7 +76,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def choose_systems(rows: list[Row], asked: list[str]) -> tuple[list[str], dict[str, str]]:
-    """The systems that these rows need, and those of them that are left out, with the reason."""
+    """Return the systems that these rows need, and those of them that are left out, with the reason."""
     wanted: list[str] = []
     absent: dict[str, str] = {}
     for name in dict.fromkeys(cell.system for row in rows for cell in row.cells.values()):
@@ -90,7 +90,7 @@ def choose_systems(rows: list[Row], asked: list[str]) -> tuple[list[str], dict[s
 
 
 async def measure(rows: list[Row], systems: list[str], schedule: Schedule) -> Results:
-    """Measures one session after another, and leaves no process behind whatever happens."""
+    """Measure one session after another. No process is left behind, even after an error."""
     task = asyncio.current_task()
     assert task is not None
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, task.cancel)
@@ -128,7 +128,7 @@ async def _measure_sessions(
 
 
 async def _start(pairs: Mapping[str, Pair], results: Results) -> None:
-    """Starts all that stay, as many at once as there are CPUs. One that cannot is tried again when it is needed."""
+    """Start all systems that stay, as many at once as there are CPUs. One that fails is retried when it is needed."""
     at_once = asyncio.Semaphore(len(os.sched_getaffinity(0)))
 
     async def start(name: str, pair: Pair) -> None:
@@ -146,7 +146,7 @@ async def _start(pairs: Mapping[str, Pair], results: Results) -> None:
 
 
 def _prepare_plots(options: argparse.Namespace) -> str | None:
-    """What is missing for plots, before minutes are spent on measuring; None if nothing is."""
+    """Return what is missing for plots, before minutes are spent on measuring; None if nothing is."""
     if options.plot is None:
         return "--replot needs to know where to: --plot DIRECTORY"
     try:
@@ -165,7 +165,7 @@ def _draw(documents: list[report.Document], directory: Path) -> int:
 
 
 def _show_progress(text: str) -> None:
-    """One line that is written over, on a terminal only."""
+    """Print a line that the next one overwrites, on a terminal only."""
     if sys.stderr.isatty():
         with suppress(OSError):
             print(f"\r\x1b[K{text[:100]}", end="", file=sys.stderr, flush=True)

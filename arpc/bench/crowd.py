@@ -1,4 +1,4 @@
-"""More callees than one: processes that are forked from the callee of a pair before it has a loop or a thread."""
+"""Further callees: processes that are forked from the callee of a pair before it has a loop or a thread."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ JOIN_S = 10.0
 
 @contextmanager
 def crowd(target: Callable[..., None], arguments: Sequence[tuple[object, ...]]) -> Iterator[Callable[[], None]]:
-    """Runs ``target(stay, *arguments)`` in a process for each of `arguments`; `stay()` blocks until it is to end.
+    """Run ``target(stay, *arguments)`` in a process for each of `arguments`; `stay()` blocks until it should end.
 
-    That is when what this yields is called, or at the end of the block.
+    That is when the function that this yields is called, or at the end of the block.
     """
     context = multiprocessing.get_context("fork")
     ends: list[Connection] = []
@@ -53,14 +53,14 @@ def _member(
     target: Callable[..., None], end: Connection, inherited: Sequence[Connection], arguments: tuple[object, ...]
 ) -> None:
     die_with_parent()
-    os.dup2(2, 1)  # stdout is the line between the callee and the process that compares
+    os.dup2(2, 1)  # stdout is the connection between the callee and the main process
     for other in inherited:
-        other.close()  # or nobody would see the callee close them
+        other.close()  # or no process would notice that the callee closes them
 
     def stay() -> None:
         try:
             end.recv()
         except (EOFError, OSError):
-            return  # the callee that started this has closed its end, or is no more
+            return  # the callee that started this has closed its end, or has died
 
     target(stay, *arguments)

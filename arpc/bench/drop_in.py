@@ -43,5 +43,5 @@ def _start_worker(name: str, rank: int, place: Path) -> None:
 
 
 def system() -> DropInRpc:
-    """The drop-in as it comes."""
+    """Make the drop-in with its defaults."""
     return DropInRpc()

@@ -1,9 +1,9 @@
-"""The floor: what two processes and a socket cost in Python before anybody adds a feature.
+"""The floor: the cost of two processes and a socket in Python, without any feature.
 
 A length-prefixed protocol on uvloop with C pickle, a dict from call id to Future on one side and a dict from name to
 function on the other. The function is called at once, in the read callback; every message is one ``write``. There are
-no deadlines, no cancellation, no exceptions and no tensors: arrays are numpy's, which C pickle handles well, and a
-large one goes raw after its message and is read into memory that is used again as soon as nobody holds it.
+no deadlines, no cancellation, no exceptions and no tensors: arrays are numpy's, which C pickle handles well. A large
+one is sent raw after its message, and is read into memory that is reused as soon as there is no reference to it.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ _SHAPES: Final[Mapping[str, Callable[..., object]]] = {
     for name, shape in BY_NAME.items()
     if shape.has_floor
 }
-"""What is called for each shape; where it is a method, that of the one object that there is."""
+"""The function that is called for each shape; for a method, that of a single object."""
 
 
 class Messages(asyncio.BufferedProtocol):
-    """Bytes to messages, on both sides."""
+    """Turns bytes into messages, on both sides."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast("asyncio.Transport", transport)  # uvloop's own class, which does not inherit asyncio's
@@ -91,8 +91,8 @@ class Messages(asyncio.BufferedProtocol):
         self._end = end - start
 
     def _land(self, raw_bytes: int, call_id: int, content: object, received: memoryview) -> int:
-        """Prepares memory for a raw array, with what has come of it already; returns how much that was."""
-        # 2: the attribute and getrefcount's own argument. Anything more is somebody who still uses the array.
+        """Prepare memory for a raw array, and copy the bytes that have arrived already; return their number."""
+        # 2: the attribute and getrefcount's own argument. With any more references the array is still in use.
         if self._array.nbytes != raw_bytes or sys.getrefcount(self._array) > 2:
             self._array = np.empty(raw_bytes, np.uint8)
         landing = self._array.data
@@ -116,7 +116,7 @@ class Messages(asyncio.BufferedProtocol):
 
 
 class Server(Messages):
-    """Calls the function at once and answers."""
+    """Calls the function at once and replies."""
 
     def message(self, call_id: int, content: Any, array: Array | None) -> None:
         name, arguments = content
@@ -131,7 +131,7 @@ class Server(Messages):
 
 
 class Client(Messages):
-    """Numbers calls and hands answers to their Futures."""
+    """Numbers calls, and passes replies to their Futures."""
 
     def __init__(self) -> None:
         self._pending: dict[int, asyncio.Future[object]] = {}
@@ -161,7 +161,7 @@ class FloorCaller(AsyncioCaller):
     prepare_started = prepare
 
     async def shape(self, *, name: str, flavour: str, budget_s: float) -> Measurement:
-        """One call with the payload of a shape after another: ``p50_us``. Tensors travel as numpy arrays."""
+        """Measure one call with the payload of a shape after another: ``p50_us``. Tensors are sent as numpy arrays."""
         shape = BY_NAME[name]
         call = partial(self._client.call, name, floor_arguments(shape), None)
         await self._one_by_one(call, budget_s * WARM_UP_SHARE)
@@ -239,7 +239,7 @@ def _run_member(stay: Callable[[], None], place: Path, name: str) -> None:
 
 
 def floor_arguments(shape: Shape) -> tuple[object, ...]:
-    """Positional and keyword arguments of a shape, with a numpy array for each tensor."""
+    """Return positional and keyword arguments of a shape, with a numpy array for each tensor."""
     return _as_arrays(shape.arguments()), dict(shape.keywords)
 
 
@@ -252,11 +252,11 @@ def _as_arrays(value: Any) -> Any:
 
 
 def freeze_imports() -> None:
-    """Keeps the garbage collector off what was imported, as arpc does: `arpc` is, with all of torch, to get here."""
+    """Exclude imported objects from garbage collection, as arpc does: this process has imported all of torch too."""
     gc.collect()
     gc.freeze()
 
 
 def system(transport: Literal["unix", "tcp"], peers: int = 1) -> Floor:
-    """The floor over unix sockets or TCP on loopback; with several callees over unix sockets only."""
+    """Make the floor over unix sockets or TCP on loopback; several callees only with unix sockets."""
     return Floor(transport, peers)

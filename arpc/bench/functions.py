@@ -1,4 +1,4 @@
-"""What the callers call. Each function exists plain and as a coroutine; peers without coroutines use the plain one."""
+"""The functions that are called, each plain and as a coroutine; peers without coroutines use the plain one."""
 
 from __future__ import annotations
 
@@ -10,44 +10,44 @@ __all__ = ["FUNCTIONS", "Chained", "Flavour", "big", "chained_async", "nap", "ne
 
 Flavour = Literal["async", "def"]
 
-# What `keep` has received. While it is here its memory cannot be used again, so that each new arrival is cold.
+# The values that `keep` has received. Their memory cannot be reused, so each new value lands in cold memory.
 _kept: list[object] = []
 
 _made: dict[int, object] = {}
 
 
 def noop() -> None:
-    """Does nothing: what remains is the cost of the call."""
+    """Do nothing: what remains is the cost of the call."""
 
 
 def echo(value: object) -> object:
-    """Sends it back."""
+    """Return the value."""
     return value
 
 
 def drop(value: object) -> None:
-    """Receives something and lets go of it."""
+    """Receive a value and drop it."""
 
 
 def keep(value: object) -> None:
-    """Receives something and holds on to it."""
+    """Receive a value and keep it."""
     _kept.append(value)
 
 
 def forget() -> None:
-    """Lets go of everything that `keep` has received."""
+    """Drop all values that `keep` has received."""
     _kept.clear()
 
 
 class Chained:
-    """Something whose method returns something with that method."""
+    """An object whose method returns an object with that method."""
 
     async def next(self) -> Chained:
         return self
 
 
 def big(size_bytes: int) -> object:
-    """A tensor of that size, the same one each time."""
+    """Return a tensor of that size, the same one each time."""
     import torch
 
     if size_bytes not in _made:
@@ -56,47 +56,47 @@ def big(size_bytes: int) -> object:
 
 
 def nap() -> None:
-    """Keeps a thread busy for a while, and no CPU: a worker of 16 threads takes 800 of these a second."""
+    """Block a thread for a while, without using a CPU: a worker of 16 threads runs 800 of these a second."""
     time.sleep(0.02)
 
 
 def new_tensor(size_bytes: int) -> object:
-    """A tensor of that size, another one each time."""
+    """Return a tensor of that size, a new one each time."""
     import torch
 
     return torch.ones(size_bytes // 4)
 
 
 async def new_tensor_async(size_bytes: int) -> object:
-    """A tensor of that size, another one each time."""
+    """Return a tensor of that size, a new one each time."""
     return new_tensor(size_bytes)
 
 
 async def chained_async() -> Chained:
-    """The beginning of a chain."""
+    """Return the first object of a chain."""
     return Chained()
 
 
 async def noop_async() -> None:
-    """Does nothing: what remains is the cost of the call."""
+    """Do nothing: what remains is the cost of the call."""
 
 
 async def echo_async(value: object) -> object:
-    """Sends it back."""
+    """Return the value."""
     return value
 
 
 async def drop_async(value: object) -> None:
-    """Receives something and lets go of it."""
+    """Receive a value and drop it."""
 
 
 async def keep_async(value: object) -> None:
-    """Receives something and holds on to it."""
+    """Receive a value and keep it."""
     _kept.append(value)
 
 
 async def forget_async() -> None:
-    """Lets go of everything that `keep_async` has received."""
+    """Drop all values that `keep_async` has received."""
     _kept.clear()
 
 

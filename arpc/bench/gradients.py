@@ -1,4 +1,4 @@
-"""What the rows of distributed autograd call, and how much of a pass is torch's own engine."""
+"""Functions that the rows of distributed autograd call, and a clock for torch's own engine."""
 
 from __future__ import annotations
 
@@ -36,19 +36,19 @@ __all__ = [
 ]
 
 SIZE: Final = 16
-"""Elements of each tensor: what is measured is not the arithmetic."""
+"""Elements of each tensor: few, as arithmetic is not to be measured."""
 CONTEXTS: Final = 8
 BLOCKS: Final = 4
-"""Those of a transformer: the caller has the first and the third, the callee the others."""
+"""The blocks of a transformer: the caller has the first and the third, the callee the others."""
 MICROBATCHES: Final = 25
-"""Each is sent and comes back twice in a step, so that 100 tensors travel forward, and as many gradients back."""
+"""Each is sent and returned twice in a step, so that 100 tensors are sent forward, and as many gradients back."""
 _WIDTH: Final = 64
 _SAMPLES: Final = 5
 FAN_OUT: Final = 8
 
 
 def mul(x: Tensor, y: Tensor) -> Tensor:
-    """One operation."""
+    """Multiply."""
     return x * y
 
 
@@ -58,25 +58,25 @@ async def mul_async(x: Tensor, y: Tensor) -> Tensor:
 
 
 async def pass_on_async(x: Tensor, *further: str) -> Tensor:
-    """A row of workers, each of which calls the next."""
+    """Call a chain of workers, each of which calls the next."""
     return 2 * await arpc.rpc_sync(further[0], pass_on_async, (x, *further[1:])) if further else 2 * x
 
 
 def deepen(x: Tensor, nodes: int) -> Tensor:
-    """A chain of nodes."""
+    """Append a chain of nodes to the graph."""
     for _ in range(nodes):
         x = x + 1
     return x
 
 
 class EngineClock:
-    """The time of the CPU that torch's engine has taken, in whatever thread it ran."""
+    """The CPU time of torch's engine, in whatever threads it ran."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
 
     def around(self, run: Callable[..., Any]) -> Callable[..., Any]:
-        """A function, timed."""
+        """Return a function that is timed."""
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             begun = time.thread_time()
@@ -90,9 +90,9 @@ class EngineClock:
 
 @contextmanager
 def timed_engine() -> Iterator[EngineClock]:
-    """Times every call of torch's engine that arpc makes inside of the block."""
+    """Time every call of torch's engine that arpc makes inside of the block."""
     clock = EngineClock()
-    modules: tuple[Any, ...] = run, pausing  # no user can get in between
+    modules: tuple[Any, ...] = run, pausing  # there is no public hook for this
     as_it_is = [module.run_backward for module in modules]
     for module, run_backward in zip(modules, as_it_is, strict=True):
         module.run_backward = clock.around(run_backward)
@@ -104,24 +104,24 @@ def timed_engine() -> Iterator[EngineClock]:
 
 
 def leaves() -> tuple[Tensor, Tensor]:
-    """What gradients are asked for."""
+    """Return the tensors that gradients are computed for."""
     return torch.ones(SIZE, requires_grad=True), torch.ones(SIZE, requires_grad=True)
 
 
 @functools.cache
 def block(number: int) -> nn.Module:
-    """One block of a transformer, the same in every process."""
+    """Return one block of a transformer, the same in every process."""
     torch.manual_seed(number)
     return nn.TransformerEncoderLayer(_WIDTH, 4, 2 * _WIDTH, dropout=0.0, batch_first=True)
 
 
 def sequences() -> list[Tensor]:
-    """The microbatches of one step, each a sequence that a transformer takes."""
+    """Return the microbatches of one step, each an input sequence of a transformer."""
     return [torch.full((1, 32, _WIDTH), 1.0 + number) for number in range(MICROBATCHES)]
 
 
 def total(values: Sequence[Tensor]) -> Tensor:
-    """What the gradients of a step are asked for."""
+    """Return the root of the backward pass of a step."""
     return torch.cat(list(values)).sum()
 
 
@@ -137,7 +137,7 @@ async def run_block_async(number: int, x: Tensor) -> Tensor:
 
 
 def arithmetic_s() -> float:
-    """The seconds that a step of the transformer takes in one process, without any call: the median of some."""
+    """Return the seconds of a step of the transformer in one process, without any call: the median of a few steps."""
     taken: list[float] = []
     parameters = [parameter for number in range(BLOCKS) for parameter in block(number).parameters()]
     for _ in range(_SAMPLES):

@@ -1,4 +1,4 @@
-"""The machine that everything ran on, and how steady it was meanwhile."""
+"""A description of the machine, and how steady it was during the run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ UNSTEADY_SPREAD = 1.3
 
 
 class ForeignLoad:
-    """The part of the machine's CPU time that went, since this was made, to anybody but one family of processes."""
+    """The share of the machine's CPU time, since this was made, that processes outside one family have used."""
 
     def __init__(self, leaders: Iterable[int]) -> None:
         self._leaders = tuple(leaders)
@@ -38,7 +38,7 @@ class ForeignLoad:
 
 
 class Steadiness:
-    """How fast this machine runs the same short loop from time to time, and how much of it others took."""
+    """Probes how fast this machine runs the same short loop over time, and how much CPU time was stolen."""
 
     def __init__(self) -> None:
         self._probes_s: list[float] = []
@@ -53,7 +53,7 @@ class Steadiness:
 
     @property
     def spread(self) -> float:
-        """The ninth decile of the probes over the first: 1 on a machine that is ours alone."""
+        """The ninth decile of the probes over the first: 1 on a machine without any other load."""
         if len(self._probes_s) < 2:
             return 1.0
         deciles = statistics.quantiles(self._probes_s, n=10, method="inclusive")  # never below the best of few
@@ -61,7 +61,7 @@ class Steadiness:
 
     @property
     def stolen_share(self) -> float:
-        """The part of CPU time that the hypervisor gave to somebody else."""
+        """The share of CPU time that the hypervisor gave to other guests."""
         before, after = self._ticks_before, _machine_ticks()
         elapsed = sum(after) - sum(before)
         return (after[-1] - before[-1]) / elapsed if elapsed else 0.0
@@ -75,7 +75,7 @@ class Steadiness:
 
 
 def describe_machine() -> dict[str, object]:
-    """What a reader needs to compare these figures with their own."""
+    """Return the facts that readers need to compare these figures with their own."""
     versions = {"arpc": __version__}
     peers = ("dask", "distributed", "grpcio", "ray", "rpyc", "torchmonarch", "xoscar")
     for package in ("torch", "uvloop", "numpy", *peers):
@@ -100,18 +100,18 @@ def _cpu_model() -> str:
 
 
 def _machine_ticks() -> list[int]:
-    """User, nice, system, idle, wait, irq, softirq and stolen time of all CPUs, see proc(5)."""
+    """Return user, nice, system, idle, wait, irq, softirq and stolen time of all CPUs, see proc(5)."""
     return [int(part) for part in Path("/proc/stat").read_text().splitlines()[0].split()[1:9]]
 
 
 def _busy_ticks() -> int:
-    # Interrupts are left out: on loopback they are the work of the measured processes, billed to nobody.
+    # Interrupts are left out: on loopback they are work of the measured processes, billed to no process.
     user, nice, system, _idle, _wait, _irq, _softirq, stolen = _machine_ticks()
     return user + nice + system + stolen
 
 
 def _process_ticks(pid: int) -> int:
-    """User and system time of all threads of a process, also of those that have ended; 0 if it has itself."""
+    """Return user and system time of all threads of a process, ended ones included; 0 if the process has ended."""
     try:
         after_name = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,4 +1,4 @@
-"""How caller and callee find each other: the callee leaves its address in their common directory."""
+"""The rendezvous of caller and callee: the callee writes its address to a file in their common directory."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ POLL_S: Final = 0.01
 
 
 def leave_address(place: Path, address: str, name: str = "address") -> None:
-    """For `read_address` in another process, which sees it whole or not at all."""
+    """Write an address for `read_address` in another process, atomically."""
     new = place / f"{name}.new"
     new.write_text(address)
     new.rename(place / name)
 
 
 async def read_address(place: Path, name: str = "address") -> str:
-    """Waits until the other process has left it."""
+    """Wait until the other process has written its address, and return it."""
     path = place / name
-    while not path.exists():  # noqa: ASYNC110 - nobody in this process could tell
+    while not path.exists():  # noqa: ASYNC110 - another process writes it
         await asyncio.sleep(POLL_S)
     return path.read_text()

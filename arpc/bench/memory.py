@@ -10,17 +10,17 @@ __all__ = ["StallWatch", "forget_peak", "peak_bytes", "resident_bytes"]
 
 
 def resident_bytes(pid: int) -> int:
-    """What is resident now."""
+    """Return the memory that is resident now."""
     return _status_bytes(pid, "VmRSS:")
 
 
 def peak_bytes(pid: int) -> int:
-    """The most that was resident at one time since `forget_peak`."""
+    """Return the most memory that was resident at one time since `forget_peak`."""
     return _status_bytes(pid, "VmHWM:")
 
 
 def forget_peak(pid: int) -> None:
-    """Starts the search for the peak anew."""
+    """Reset the peak."""
     Path(f"/proc/{pid}/clear_refs").write_text("5")  # 5: reset the peak of the resident set, see proc(5)
 
 
@@ -32,7 +32,7 @@ def _status_bytes(pid: int, field: str) -> int:
 
 
 class StallWatch:
-    """The longest time for which the running loop did not come round, from its making until `stop`."""
+    """Measures the longest stall of the running loop, from its construction until `stop`."""
 
     _TICK_S = 0.005
 
@@ -43,7 +43,7 @@ class StallWatch:
         self._timer = self._loop.call_later(self._TICK_S, self._tick)
 
     def stop(self) -> float:
-        """Ends the watch; returns the longest stall in seconds."""
+        """End the watch; return the longest stall in seconds."""
         self._timer.cancel()
         self._note()
         return self._longest_s

@@ -1,7 +1,7 @@
-"""Where the processes of all systems come from: one keeper, and one process that has imported what they need.
+"""Starts the processes of all systems: with one keeper, and one process that has imported their modules.
 
-They are forked from that one, whichever system they belong to. Processes of a pair then have the same code at the same
-addresses, which makes those that share a CPU faster, and no system has by chance what another has not.
+They are forked from that process, whichever system they belong to. Processes of a pair then have the same code at the
+same addresses, which makes those that share a CPU faster, and no system gets that advantage by chance.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ class Offspring:
         self.reader = reader
         self.writer = writer
         self.pid = 0
-        """0 as long as it is not started."""
+        """The process id; 0 until the process is started."""
         self.returncode: int | None = None
         self.problem = ""
         self._started = asyncio.Event()
         self._ended = asyncio.Event()
 
     async def wait(self) -> None:
-        """Returns when it has ended."""
+        """Wait until the process has ended."""
         await self._ended.wait()
 
     async def wait_until_started(self) -> None:
-        """Returns when it has a process id, or will never have one."""
+        """Wait until it has a process id, or will never have one."""
         await self._started.wait()
 
     def start_nowait(self, pid: int) -> None:
@@ -54,7 +54,7 @@ class Offspring:
 
 
 class Nursery:
-    """Starts processes and hears of their ends. `open` it, and `aclose` it: then none is left."""
+    """Starts processes and receives their exit codes. `open` makes one; after `aclose` no process is left."""
 
     def __init__(self) -> None:
         self._keeper: Keeper | None = None
@@ -64,7 +64,7 @@ class Nursery:
 
     @classmethod
     async def open(cls, *, warm: bool = True) -> Self:
-        """Unless `warm`, there is nothing to fork from, and every process imports what it needs."""
+        """Start the keeper. Without `warm` no process is forked, and each imports its modules itself."""
         nursery = cls()
         nursery._keeper = await Keeper.open(nursery._hear)
         if warm:
@@ -74,7 +74,7 @@ class Nursery:
     async def start(
         self, module: str, arguments: Sequence[str], variables: Mapping[str, str], log: BinaryIO, *, fork: bool
     ) -> Offspring:
-        """Runs a module in a session of its own, with these variables besides ours. Its stderr goes to the log."""
+        """Run a module in a session of its own, with these environment variables added. Its stderr goes to the log."""
         assert self._keeper is not None
         ours, theirs = socket.socketpair()
         with theirs:
@@ -97,7 +97,7 @@ class Nursery:
         return child
 
     async def aclose(self) -> None:
-        """End all of them. Who waits for one is told."""
+        """End all processes. Tasks that wait for one resume."""
         if self._keeper is not None:
             try:
                 await self._keeper.aclose()
@@ -130,6 +130,6 @@ def command_of(module: str, arguments: Sequence[str]) -> list[str]:
 
 
 def environment_of(variables: Mapping[str, str]) -> dict[str, str]:
-    """They see the same packages in the same order, from wherever this process was started."""
+    """Return an environment in which processes find the same packages in the same order as this one."""
     path = os.pathsep.join(part or str(Path.cwd()) for part in sys.path)
     return {**os.environ, **variables, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}

@@ -1,4 +1,4 @@
-"""Calls that come when they come, whether or not those before them have been answered: how overload looks."""
+"""Calls at a fixed rate, whether or not earlier ones have been answered: an open loop, to show overload."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ _TURN_S: Final = 0.002
 
 
 class Attempt(NamedTuple):
-    """How one call ended."""
+    """The outcome of one call."""
 
     outcome: Literal["ok", "refused", "late"]
     latency_s: float
 
 
 async def open_loop(attempt: Callable[[], Awaitable[Attempt]], rate_per_s: float, duration_s: float) -> Measurement:
-    """Makes `rate_per_s` attempts a second for so long: what came of those that ended within that time."""
+    """Make `rate_per_s` attempts a second for `duration_s`; return figures of those that ended within that time."""
     ended: list[Attempt] = []
     tasks: set[asyncio.Task[None]] = set()
 

@@ -1,4 +1,4 @@
-"""The two processes of one system, as the process that compares sees them."""
+"""The two processes of one system, as the main process sees them."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class Pair:
         return tuple(process.pid for process in self._processes.values())
 
     async def start(self) -> None:
-        """Returns when both sides are ready."""
+        """Start both sides, and wait until they are ready."""
         self._directory = Path(tempfile.mkdtemp(prefix=f"bench-{self.system}-"))
         try:
             for role in ("callee", "caller"):
@@ -67,7 +67,7 @@ class Pair:
     async def measure(
         self, name: str, settings: dict[str, str | int | float], placement: Placement, timeout_s: float
     ) -> Measurement:
-        """One measurement. A pair whose measurement failed is stopped; `start` makes a new one."""
+        """Run one measurement. A pair whose measurement failed is killed; `start` makes a new one."""
         caller, callee = self._processes["caller"], self._processes["callee"]
         if "callee_pid" in settings:
             settings = settings | {"callee_pid": callee.pid}
@@ -92,7 +92,7 @@ class Pair:
         return figures
 
     async def stop(self) -> None:
-        """Lets both sides shut down together; kills what has not ended in time."""
+        """Let both sides shut down together; kill a process that has not ended in time."""
         self._thaw()
         for process in self._processes.values():
             if process.returncode is None:
@@ -107,7 +107,7 @@ class Pair:
             await self.kill()
 
     async def kill(self) -> None:
-        """Ends both sides at once, with all that they have started."""
+        """Kill both sides, with all processes that they have started."""
         alive = [process.pid for process in self._processes.values() if process.returncode is None]
         kill_family(alive, sessions=self.pids)
         for process in self._processes.values():
@@ -152,7 +152,7 @@ class Pair:
             self._signal(signal.SIGCONT)
 
     def _signal(self, number: signal.Signals) -> None:
-        # With all that they have started: the callees of a group are processes of the first one
+        # With all processes that they have started: the further callees of a group are children of the first one
         for pid in family(process.pid for process in self._processes.values() if process.returncode is None):
             with suppress(ProcessLookupError):  # it has ended since it was listed
                 os.kill(pid, number)

@@ -1,4 +1,4 @@
-"""The arguments that are sent, as numpy arrays for the floor and as tensors for everybody else."""
+"""The arguments that are sent, as numpy arrays for the floor and as tensors for the other systems."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DICT_ENTRIES = 50
 
 
 def array_arguments(payload: str) -> tuple[object, ...]:
-    """The arguments called `payload`.
+    """Return the arguments called `payload`.
 
     They are ``none``, ``floats16`` (one array), ``dict50`` (a dict of fifty of them) or ``list7`` (a list of any
     number).
@@ -36,25 +36,25 @@ def array_arguments(payload: str) -> tuple[object, ...]:
 
 
 def tensor_arguments(payload: str) -> tuple[object, ...]:
-    """The arguments of a payload, with a tensor for every array."""
+    """Return the arguments of a payload, with a tensor for every array."""
     return tuple(_as_tensors(argument) for argument in array_arguments(payload))
 
 
 @functools.lru_cache(maxsize=1)
 def bulk_array(size_bytes: int) -> np.ndarray[Any, np.dtype[np.float32]]:
-    """One array for each size, written once: its pages are warm, whatever the receiver's are."""
+    """Return one array for each size, written once: its pages are warm, whatever the receiver's are."""
     return np.arange(size_bytes // 4, dtype=np.float32)
 
 
 def bulk_tensor(size_bytes: int) -> torch.Tensor:
-    """`bulk_array` as a tensor."""
+    """Return `bulk_array` as a tensor."""
     import torch  # delayed: the floor's processes do without torch and start faster
 
     return torch.from_numpy(bulk_array(size_bytes))
 
 
 def same_content(sent: object, received: object) -> bool:
-    """Whether an echo brought back what was sent: a benchmark of wrong answers is worth nothing."""
+    """Whether an echo returned what was sent: a benchmark of wrong results is worth nothing."""
     if isinstance(sent, dict) and isinstance(received, dict):
         return sent.keys() == received.keys() and all(same_content(sent[key], received[key]) for key in sent)
     if isinstance(sent, list) and isinstance(received, list):

@@ -1,4 +1,4 @@
-"""Where a pair of processes runs. Placement decides latency, so that every row says it."""
+"""The CPUs on which a pair of processes runs. Placement decides latency, so every row states it."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from arpc.bench.processes import family
 __all__ = ["Placement", "can_split", "cpus_of", "place"]
 
 Placement = Literal["free", "same", "split"]
-"""``free``: as the kernel likes; ``same``: caller and callee on one CPU; ``split``: one CPU each."""
+"""``free``: as the kernel schedules them; ``same``: caller and callee on one CPU; ``split``: one CPU each."""
 
-# Only Linux can pin; elsewhere this module can at least be imported, with the command that says so.
+# Only Linux can pin; elsewhere this module can be imported, so that the command can report that.
 _AVAILABLE = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else [0]
 
 
 def can_split() -> bool:
-    """Whether this machine gives us two CPUs."""
+    """Whether this process may use two CPUs."""
     return len(_AVAILABLE) > 1
 
 
 def cpus_of(placement: Placement) -> tuple[set[int], set[int]]:
-    """The CPUs of caller and callee."""
+    """Return the CPUs of caller and callee."""
     match placement:
         case "free":
             return set(_AVAILABLE), set(_AVAILABLE)
@@ -35,14 +35,14 @@ def cpus_of(placement: Placement) -> tuple[set[int], set[int]]:
 
 
 def place(placement: Placement, *, caller_pid: int, callee_pid: int) -> None:
-    """Moves both processes of a pair, with all their threads and all that they have started."""
+    """Move both processes of a pair, with all their threads and all processes that they have started."""
     for leader, cpus in zip((caller_pid, callee_pid), cpus_of(placement), strict=True):
         for pid in family([leader]):
             _pin(pid, cpus)
 
 
 def _pin(pid: int, cpus: set[int]) -> None:
-    """Puts every thread of a process on `cpus`. Threads that they start later inherit it."""
+    """Pin every thread of a process to `cpus`. Threads that they start later inherit it."""
     with suppress(FileNotFoundError, ProcessLookupError):  # it has ended since it was listed
         for task in Path(f"/proc/{pid}/task").iterdir():
             with suppress(ProcessLookupError):

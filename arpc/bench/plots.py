@@ -1,4 +1,4 @@
-"""Draws what `arpc.bench.report.as_document` holds. Takes matplotlib, the extra ``bench``.
+"""Draws the documents of `arpc.bench.report.as_document`. Needs matplotlib, the extra ``bench``.
 
 The background is white and opaque, so that the pictures read the same on a light page and on a dark one.
 """
@@ -40,7 +40,7 @@ DPI: Final = 160
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """A panel of bars: one row, every system that it has."""
+    """A panel of bars: one row, with every system that it has."""
 
     row: str
     title: str
@@ -57,11 +57,11 @@ class Curve:
     y_label: str
     x_ticks: Callable[[float], str]
     as_rate: bool = False
-    """What is drawn is MB/s, of rows that say GiB/s or how long x bytes took."""
+    """Draw MB/s, from rows with GiB/s or with the time for x bytes."""
 
 
 def _short(value: float) -> str:
-    """Two or three digits and a thousands' letter."""
+    """Format with up to three digits and a letter for the thousands."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.3g}{letter}"
@@ -86,7 +86,7 @@ CURVES: Final = (
 
 
 def draw(documents: Sequence[Document], directory: Path) -> Iterator[Path]:
-    """Writes the pictures for which there are figures; of a row in several documents, the last one counts."""
+    """Write the pictures for which there are figures; if several documents have a row, the last one counts."""
     rows = {row["key"]: row for document in documents for row in document["rows"]}
     footer = _footer(documents[-1])
     directory.mkdir(parents=True, exist_ok=True)
@@ -99,7 +99,7 @@ def draw(documents: Sequence[Document], directory: Path) -> Iterator[Path]:
 
 
 def series_of(curve: Curve, rows: Any) -> dict[str, list[tuple[float, float]]]:
-    """The points of each column, from left to right; columns with fewer than two are no line."""
+    """Return the points of each column, from left to right; columns with fewer than two points are left out."""
     points: dict[str, list[tuple[float, float]]] = {}
     for row in rows:
         if row["point"] is None or row["point"]["curve"] != curve.name:

@@ -1,4 +1,4 @@
-"""Which processes belong to a system: some start more of them, and daemons change their parent."""
+"""Finds the processes of a system: some systems start further processes, and daemons change their parent."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ class _Links(NamedTuple):
 
 
 def die_with_parent() -> None:
-    """Makes the kernel kill this process as soon as the thread that started it ends."""
+    """Make the kernel kill this process as soon as the thread that started it ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def family(leaders: Iterable[int], sessions: Iterable[int] = ()) -> set[int]:
-    """The `leaders`, all who descend from them, and all of the sessions that they lead or led.
+    """Return the `leaders`, their descendants, and all processes of the sessions that they lead or led.
 
-    Who has been reaped is no leader any more, since the number may be somebody else's by now; the members of a session
-    keep its number from being used again, so that it can still be named in `sessions`.
+    A process that was reaped must not be among the `leaders`, since its pid may be another process's by now. The
+    members of a session keep its number from being reused, so it may still be among the `sessions`.
     """
     everybody = list(_everybody())
     wanted = set(leaders)
@@ -45,7 +45,7 @@ def family(leaders: Iterable[int], sessions: Iterable[int] = ()) -> set[int]:
 
 
 def kill_family(leaders: Iterable[int], sessions: Iterable[int] = ()) -> None:
-    """Ends them all at once. The leaders are left to their parent to reap, the others to init."""
+    """Kill all of them. Their parent has to reap the leaders, and init reaps the others."""
     for pid in family(leaders, sessions) - {os.getpid()}:
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)

@@ -1,6 +1,6 @@
-"""What the machine itself gives, in Python: blocking sockets with no protocol to speak of, and the memmove of libc.
+"""The limits of the machine, in Python: blocking sockets with a minimal protocol, and the memmove of libc.
 
-A request is a few bytes, a 1 for the function to call or the size of the array that follows; the answer is one byte.
+A request is the size of the array that follows, 0 for an empty call; the reply is one byte.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ANSWER = b"."
 
 
 class RawCaller:
-    """Round trips, transfers, and copies that no socket takes part in."""
+    """Measures round trips, transfers, and memory copies without a socket."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -60,7 +60,7 @@ class RawCaller:
         return bulk_figures(one_by_one(call, budget_s, minimum=BULK_MINIMUM_CALLS), size_bytes)
 
     async def memory_copy(self, *, size_bytes: int, pages: str, budget_s: float) -> Measurement:
-        """The memmove of libc into memory of this process: what a transfer through memory cannot beat.
+        """Measure the memmove of libc into memory of this process: the limit of any transfer through memory.
 
         The `pages` are ``private`` and warm, ``shared`` and warm, or ``fresh``: shared, and never touched before.
         """
@@ -91,7 +91,7 @@ def _mapping(size_bytes: int, *, shared: bool) -> mmap.mmap:
 
 def _copy_into(target: mmap.mmap, source: int, size_bytes: int) -> Callable[[], object]:
     def copy() -> None:
-        # The mapping cannot be closed while something refers to its memory, so that this is let go of each time.
+        # The mapping cannot be closed while there is a reference to its memory, so each call makes its own.
         start = ctypes.addressof(ctypes.c_char.from_buffer(target))
         ctypes.memmove(start, source, size_bytes)
 
@@ -99,7 +99,7 @@ def _copy_into(target: mmap.mmap, source: int, size_bytes: int) -> Callable[[], 
 
 
 def _serve(listening: socket.socket) -> None:
-    """Answers one caller until it leaves. A thread that does nothing else: the loop of this process idles meanwhile."""
+    """Serve one caller until it leaves, in a thread of its own: the loop of this process idles meanwhile."""
     with suppress(OSError), listening.accept()[0] as connection:
         if connection.family == socket.AF_INET:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -114,7 +114,7 @@ def _serve(listening: socket.socket) -> None:
             while taken < size_bytes:
                 received = receive(view[taken:])
                 if not received:
-                    return  # the caller left in the middle
+                    return  # the caller left in the middle of an array
                 taken += received
             send(ANSWER)
 
@@ -142,7 +142,7 @@ class RawSockets:
             thread.start()
             leave_address(place, str(listening.getsockname()[1]) if self._transport == "tcp" else "")
             yield
-            listening.shutdown(socket.SHUT_RDWR)  # if the caller never came, `accept` ends here
+            listening.shutdown(socket.SHUT_RDWR)  # if no caller has connected, `accept` ends here
             thread.join()
 
     @asynccontextmanager
@@ -159,5 +159,5 @@ class RawSockets:
 
 
 def system(transport: Literal["unix", "tcp"]) -> RawSockets:
-    """Blocking sockets of one kind, on loopback."""
+    """Make blocking sockets of one kind, on loopback."""
     return RawSockets(transport)

@@ -1,4 +1,4 @@
-"""Says what was measured: a table with the rules that made it, a table of targets, and JSON."""
+"""Reports the results: tables with the rules of the run, a table of targets, and JSON."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from arpc.bench.targets import Verdict
 __all__ = ["Document", "as_document", "print_results", "print_rules", "print_targets", "print_warnings"]
 
 Document = dict[str, Any]
-"""What `as_document` makes."""
+"""The result of `as_document`."""
 
 MISSING = "-"
 MINIMUM_WIDTH = 150
@@ -34,7 +34,7 @@ class Table:
 
 
 def print_results(results: Results) -> None:
-    """One table a section; a row without any figure is left out."""
+    """Print one table per section; a row without any figure is left out."""
     for section in dict.fromkeys(row.section for row in results.rows):
         rows = [row for row in results.rows if row.section == section and _measured(results, row)]
         if rows:
@@ -45,7 +45,7 @@ def print_results(results: Results) -> None:
 
 
 def print_targets(verdicts: Iterable[Verdict]) -> None:
-    """Every target with its bar, what was measured and the verdict: first those that were missed, by how far."""
+    """Print every target with its bar, the measured figure and the verdict: missed ones first, the worst on top."""
     ordered = sorted(verdicts, key=lambda verdict: verdict.reached if verdict.outcome == "miss" else math.inf)
     lines: list[tuple[str, ...]] = [
         (
@@ -63,7 +63,7 @@ def print_targets(verdicts: Iterable[Verdict]) -> None:
 
 
 def print_warnings(results: Results, absent: dict[str, str]) -> None:
-    """What is missing in the tables, and why; and whether they should be believed."""
+    """Print what is missing in the tables, and why; and whether the run can be trusted."""
     disturbed, measured = results.disturbed()
     if disturbed > measured * DISTURBED_LIMIT:
         print(f"DISTURBED: other programs were busy in {disturbed} of {measured} measurements. Do not quote this run.")
@@ -75,7 +75,7 @@ def print_warnings(results: Results, absent: dict[str, str]) -> None:
 
 
 def rules(results: Results, schedule: Schedule) -> list[str]:
-    """What was done so that a ratio means something."""
+    """Return the rules of this run, which make its ratios meaningful."""
     (caller,), (callee,) = cpus_of("split") if can_split() else cpus_of("same")
     pinned = f"`same` is both on CPU {caller}, `split` the caller on CPU {caller} and the callee on CPU {callee}"
     if not can_split():
@@ -120,14 +120,14 @@ def rules(results: Results, schedule: Schedule) -> list[str]:
 
 
 def print_rules(results: Results, schedule: Schedule) -> None:
-    """The rules, as they were followed in this run."""
+    """Print the rules, as they were followed in this run."""
     print("How it was measured")
     for rule in rules(results, schedule):
         print(f"  - {rule}")
 
 
 def as_document(results: Results, schedule: Schedule, verdicts: Iterable[Verdict], absent: dict[str, str]) -> Document:
-    """Everything, with the figure of every round, for JSON."""
+    """Return all results, with the figure of every round, for JSON."""
     return {
         "machine": describe_machine(),
         "steadiness": {"spread": results.steadiness.spread, "stolen_share": results.steadiness.stolen_share},
@@ -208,7 +208,7 @@ def _section_table(results: Results, section: str, rows: Sequence[Row]) -> Table
 
 
 def _worst_first(results: Results, rows: Sequence[Row]) -> list[Row]:
-    """The rows in the order of what torch takes, in multiples of what arpc takes."""
+    """Return the rows sorted by arpc's speed-up over torch, smallest first."""
 
     def speedup(row: Row) -> float:
         comparison = results.comparison(row, "torch")
@@ -218,7 +218,7 @@ def _worst_first(results: Results, rows: Sequence[Row]) -> list[Row]:
 
 
 def _side_by_side_table(results: Results, section: str, rows: Sequence[Row]) -> Table:
-    """A line for each system instead of each row: there are many of them, and few rows."""
+    """Make a table with a line per system instead of per row: there are many systems, and few rows."""
     header = [""]
     for row in rows:
         header += [row.title, "arpc is"]
@@ -258,7 +258,7 @@ def _print_table(table: Table) -> None:
         rich_table.add_column(name, justify="left" if number == 0 else "right", no_wrap=True)
     for line in table.lines:
         rich_table.add_row(*(_coloured(part) for part in line))
-    # A figure cut off is worse than a line that wraps, and a file has no width to keep.
+    # A figure that is cut off is worse than a line that wraps, and a file has no width limit.
     Console(width=max(Console().width, MINIMUM_WIDTH)).print(rich_table)
 
 

@@ -1,7 +1,7 @@
 """Measures the cells of the chosen rows, round by round, and takes medians.
 
-Within a round the systems of one row follow each other directly, in an order that turns from round to round, so that
-whatever the machine does meanwhile meets them all. A ratio is taken within each round; its median is what is reported.
+Within a round the systems of one row follow each other directly, in an order that rotates from round to round, so that
+disturbances of the machine affect all of them. A ratio is taken within each round; its median is reported.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ FAILURES_UNTIL_GIVEN_UP = 2
 
 FOREIGN = "foreign_share"
 FOREIGN_LIMIT = 0.1
-"""A measurement during which other programs took more than this part of the machine is disturbed. That must not go
-unseen: a peer that spins, as torch does, loses most of its speed to a neighbour, and would be beaten for nothing."""
+"""A measurement during which other programs took more than this share of the machine counts as disturbed. That must be
+visible: a peer that spins, as torch does, loses most of its speed to other programs, and would look too slow."""
 ATTEMPTS = 3
 UNDISTURBED_ROUNDS = 3
-"""Where this many rounds are undisturbed the others do not count."""
+"""If this many rounds are undisturbed, the others do not count."""
 
 
 Together = TypeVar("Together", bound=tuple[Measurement, ...])
@@ -39,11 +39,11 @@ class Comparison:
     """arpc against one column, over the rounds in which both were measured."""
 
     quotients: tuple[float, ...]
-    """arpc's figure divided by the other's."""
+    """arpc's figure divided by the other's, for each round."""
     speedups: tuple[float, ...]
-    """How many times as fast (or as small) as the other: the quotient, turned round where less is better."""
+    """The factor by which arpc is faster (or smaller): the quotient, inverted where less is better."""
     disturbed: bool
-    """Too few rounds were undisturbed, so that all count."""
+    """True if too few rounds were undisturbed, so that all count."""
 
     @property
     def quotient(self) -> float:
@@ -55,7 +55,7 @@ class Comparison:
 
     @property
     def spread(self) -> float:
-        """How far the middle half of the rounds lies from the median, as a part of it."""
+        """Half the interquartile range of the quotients, as a fraction of their median."""
         if len(self.quotients) < 2:
             return 0.0
         low, _, high = statistics.quantiles(self.quotients, n=4, method="inclusive")
@@ -64,23 +64,23 @@ class Comparison:
 
 @dataclass(slots=True)
 class Results:
-    """What was measured: for each cell one measurement a round, or None where it failed."""
+    """The results: for each cell one measurement per round, or None where it failed."""
 
     rows: list[Row]
     rounds: int
     figures: dict[Cell, list[Measurement | None]] = field(default_factory=dict)
     failures: dict[str, list[str]] = field(default_factory=dict)
-    """By system, what went wrong."""
+    """The errors of each system."""
     repeated_s: float = 0.0
     elapsed_s: float = 0.0
     steadiness: Steadiness = field(default_factory=Steadiness)
 
     def values(self, row: Row, column: str) -> list[float | None]:
-        """The figure of each round."""
+        """Return the figure of each round."""
         return [None if one is None else one.get(row.metric) for one in self._measurements(row, column)]
 
     def foreign_shares(self, row: Row, column: str) -> list[float | None]:
-        """What other programs took of the machine in each round."""
+        """Return the share of the machine that other programs took in each round."""
         return [None if one is None else one[FOREIGN] for one in self._measurements(row, column)]
 
     def median(self, row: Row, column: str) -> float | None:
@@ -88,7 +88,7 @@ class Results:
         return statistics.median(one[row.metric] for (one,) in _undisturbed(rounds)) if rounds else None
 
     def disturbed(self) -> tuple[int, int]:
-        """How many measurements other programs disturbed even at the last attempt, and how many there are."""
+        """Return how many measurements other programs disturbed even at the last attempt, and how many there are."""
         shares = [one[FOREIGN] for measurements in self.figures.values() for one in measurements if one is not None]
         return sum(share > FOREIGN_LIMIT for share in shares), len(shares)
 
@@ -111,7 +111,7 @@ class Results:
 
 
 def _undisturbed(rounds: Sequence[Together]) -> Sequence[Together]:
-    """The rounds whose measurements were all undisturbed, if they are enough; else all."""
+    """Return the rounds whose measurements were all undisturbed, if there are enough of them; else all."""
     quiet = [together for together in rounds if not _is_disturbed(together)]
     return quiet if len(quiet) >= UNDISTURBED_ROUNDS else rounds
 
@@ -122,13 +122,13 @@ def _is_disturbed(together: tuple[Measurement, ...]) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Schedule:
-    """How much is measured."""
+    """The number of rounds, and the time for measurements."""
 
     rounds: int
     budget_s: float
-    """The measured time of a cell that is measured by time."""
+    """Seconds of measurement for a cell that is measured by time."""
     repeat_s: float = 30.0
-    """How long the whole run may take longer because disturbed measurements are repeated."""
+    """The most seconds that repeated measurements, because of disturbances, may add to the whole run."""
 
 
 async def measure_rounds(
@@ -138,7 +138,7 @@ async def measure_rounds(
     results: Results,
     progress: Callable[[int, str], None],
 ) -> None:
-    """Measures every cell whose system is in `pairs`. A system that has failed twice is left out from then on."""
+    """Measure every cell whose system is in `pairs`. A system that has failed twice is left out from then on."""
     for number in range(schedule.rounds):
         measured: set[Cell] = set()
         for row in rows:

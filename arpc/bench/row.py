@@ -1,6 +1,6 @@
-"""What a row is: one figure of several systems, measured in the same way. The rows themselves are in `arpc.bench.rows`.
+"""The type of a row: one figure of several systems, measured in the same way. The rows are in `arpc.bench.rows`.
 
-A file of rows is a function that makes them::
+A file of rows has a function that makes them::
 
     def rows() -> Iterator[Row]:
         work = workload("latency", function="noop", payload="none", flavour="async")
@@ -53,7 +53,7 @@ SUBJECT: Final = "arpc"
 """The column that is compared with all the others."""
 
 FLOOR: Final = "floor"
-"""The column of what cannot be beaten, or hardly: compared as a plain quotient, not by speed."""
+"""The column of a limit that can hardly be beaten: compared as a plain quotient, not by speed."""
 
 MAIN_SESSION: Final = "main"
 
@@ -65,12 +65,12 @@ PINNED: Final[tuple[Placement, ...]] = ("same", "split")
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """A measurement: the name of a method of the callers, and what it is told."""
+    """A measurement: the name of a method of the callers, and its arguments."""
 
     measure: str
     settings: tuple[tuple[str, Setting], ...]
     fresh: bool = False
-    """It needs processes that have done nothing yet."""
+    """True if it needs processes that have done nothing yet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,12 +81,12 @@ class Cell:
     workload: Workload
     placement: Placement = "free"
     session: str = MAIN_SESSION
-    """The part of the run that it belongs to. Its systems are up only then; cells of a row have the same."""
+    """The part of the run that it belongs to. Its systems run only then; all cells of a row have the same session."""
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """Where a row stands on one of `arpc.bench.plots.CURVES`."""
+    """The position of a row on one of `arpc.bench.plots.CURVES`."""
 
     curve: str
     x: float
@@ -94,7 +94,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table: a figure, and the cells that it is read from."""
+    """One line of the table: a figure, and the cells that have it."""
 
     key: str
     section: str
@@ -103,12 +103,12 @@ class Row:
     unit: str
     better: Literal["lower", "higher"]
     cells: Mapping[str, Cell]
-    """By column: `SUBJECT`, `FLOOR` (compared as a plain quotient) and opponents (compared by speed)."""
+    """The cells by column: `SUBJECT`, `FLOOR` (compared as a plain quotient) and opponents (compared by speed)."""
     _: KW_ONLY
     max_rounds: int | None = None
     in_quick: bool = True
     long: bool = False
-    """Measured only when asked for: it takes minutes."""
+    """True if it is measured only on request, because it takes minutes."""
     point: Point | None = None
 
     @property
@@ -121,31 +121,31 @@ LatencyRow: Final = partial(Row, metric="p50_us", unit="us", better="lower")
 RateRow: Final = partial(Row, metric="calls_per_s", unit="/s", better="higher")
 """A row that shows calls per second."""
 BulkRow: Final = partial(Row, metric="gib_per_s", unit="GiB/s", better="higher")
-"""A row that shows how fast large tensors travel."""
+"""A row that shows how fast large tensors are transferred."""
 
 Metric = tuple[str, str, str, Literal["lower", "higher"]]
-"""A figure of a measurement that has several: name, unit, what it tells, and which way is better."""
+"""A figure of a measurement that has several: name, unit, description, and which direction is better."""
 
 
 def workload(measure: str, **settings: Setting) -> Workload:
-    """The method `measure` of a caller, with these settings."""
+    """Make a workload of the method `measure` of a caller, with these settings."""
     return Workload(measure, tuple(sorted(settings.items())))
 
 
 def fresh_workload(measure: str, **settings: Setting) -> Workload:
-    """A workload in processes that have done nothing yet."""
+    """Make a workload in processes that have done nothing yet."""
     return replace(workload(measure, **settings), fresh=True)
 
 
 def by_flavour(measure: str, **settings: Setting) -> dict[Flavour, Workload]:
-    """A workload of an ``async def`` and of a plain ``def``."""
+    """Make a workload of an ``async def`` and one of a plain ``def``."""
     return {flavour: workload(measure, flavour=flavour, **settings) for flavour in FLAVOURS}
 
 
 def three(
     make: Mapping[Flavour, Workload], flavour: Flavour, transport: Transport, placement: Placement
 ) -> dict[str, Cell]:
-    """Both arpc and the floor at `placement`; torch, which gains nothing from pinning, as the kernel likes."""
+    """Make cells of arpc and the floor at `placement`, and of torch, which gains nothing from pinning, unpinned."""
     cells = {
         SUBJECT: Cell(f"arpc-{transport}", make[flavour], placement),
         FLOOR: Cell(f"floor-{transport}", make["def"], placement),
@@ -157,5 +157,5 @@ def three(
 
 
 def spoken(flavour: Flavour) -> str:
-    """As Python spells it."""
+    """Return a flavour as Python spells it."""
     return "async def" if flavour == "async" else "def"

@@ -1,7 +1,7 @@
 """One process of a pair: ``python -m arpc.bench.serve SYSTEM callee|caller DIRECTORY``.
 
-It speaks JSON lines with the process that compares: it says ``{"ready": ...}``, then answers each measurement that it
-reads. The end of its input is the sign to shut down.
+It exchanges JSON lines with the main process: it sends ``{"ready": ...}``, then replies to each command to measure. It
+shuts down at the end of its input.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["main"]
 
 
 class Control:
-    """The pipe to the process that compares. Whatever a library prints goes to the log instead of into it."""
+    """The pipe to the main process. Output that libraries print goes to the log instead."""
 
     def __init__(self) -> None:
         self._out = os.fdopen(os.dup(1), "w", buffering=1)
@@ -34,7 +34,7 @@ class Control:
         self._out.write(json.dumps(message) + "\n")
 
     async def hear(self) -> dict[str, Any] | None:
-        """The next command, or None when there will be no more. The loop stays free while it waits."""
+        """Return the next command, or None at the end of the input. The loop stays free meanwhile."""
         line = await asyncio.to_thread(sys.stdin.readline)
         return cast("dict[str, Any]", json.loads(line)) if line else None
 
@@ -52,20 +52,20 @@ async def serve_caller(system: System, place: Path, control: Control) -> None:
         while (command := await control.hear()) is not None:
             try:
                 control.say({"figures": await measure(caller, command["measure"], command["settings"])})
-            except Exception:  # noqa: BLE001 - whatever it was, the row says so and the others go on
+            except Exception:  # noqa: BLE001 - its row reports the error, and the others go on
                 control.say({"error": traceback.format_exc()})
 
 
 async def measure(caller: Caller, name: str, settings: dict[str, Any]) -> Measurement:
     method = cast("Callable[..., Awaitable[Measurement]]", getattr(caller, name))
-    gc.collect()  # what the measurement before has left is not this one's
+    gc.collect()  # garbage of the measurement before must not count here
     return await method(**settings)
 
 
 def main(arguments: list[str]) -> None:
-    """Runs one side of one system until its input ends."""
+    """Run one side of one system until its input ends."""
     name, role, place = arguments
-    die_with_parent()  # so that nobody is left behind, however the process that compares may end
+    die_with_parent()  # so that no process is left behind, however the main process ends
     system = load(name)
     with contextlib.ExitStack() as stack:
         if role == "callee" and isinstance(system, GroupSystem):

@@ -1,7 +1,7 @@
 """Ordinary shapes of calls, as lists. A new shape is one line in one of them.
 
 A runtime that is fast for one shape only is fast in its own benchmark and nowhere else: what counts is the worst ratio.
-Torch is imported when arguments are made, so that the process that compares can read the lists without it.
+Torch is imported when arguments are made, so that the main process can read the lists without it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from arpc.bench.systems import callee_name
 __all__ = ["BY_NAME", "FAMILIES", "GROWTH", "SPREAD", "SPREAD_AT_MOST", "Family", "Growth", "Shape", "Use"]
 
 Use = Literal["call", "method", "remote", "context", "chain", "side by side"]
-"""How a function is used.
+"""The way in which a function is used.
 
 ``call``: it is called, and its result awaited. ``method``: the method ``add`` of a remote object, of a class instead of
 a function. ``remote``: `remote`, then `to_here`. ``context``: a call in an autograd context. ``chain`` and ``side by
@@ -26,7 +26,7 @@ backward pass. Where there are several workers, these calls go to them in turn.
 """
 
 
-# -- what is called, plain and as a coroutine
+# -- the functions that are called, plain and as coroutines
 
 
 def noop() -> None:
@@ -123,7 +123,7 @@ _CALLED: Final[Mapping[str, Mapping[Flavour, Any]]] = {
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """One way to call something."""
+    """One way to call a function, with its arguments."""
 
     name: str
     function: str
@@ -136,7 +136,7 @@ class Shape:
 
     @property
     def has_floor(self) -> bool:
-        """Whether it is one request and one answer, which is all that the floor can do."""
+        """Whether it is one request and one reply, which is all that the floor supports."""
         return self.use in {"call", "method"}
 
     @property
@@ -145,7 +145,7 @@ class Shape:
         return tuple(callee_name(number % self.workers) for number in range(self.count))
 
     def called(self, flavour: Flavour) -> Any:
-        """The function or class, plain or of coroutines."""
+        """Return the function or class, plain or with coroutines."""
         return _CALLED[self.function][flavour]
 
 
@@ -158,9 +158,9 @@ class Family:
     split: float
     shapes: tuple[Shape, ...]
     of_floor: float | None = None
-    """At most how many times the floor of the same payload a shape with a floor may take; None: nothing is asked."""
+    """The multiple of the floor of the same payload that a shape with a floor may take; None for no limit."""
     at_once: float = 12
-    """The goal with 64 calls in flight, in calls a second."""
+    """The speed-up goal for calls per second, with 64 in flight."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +175,7 @@ class Growth:
 
 
 def _tensor(*sizes: int, requires_grad: bool = False) -> Any:
-    import torch  # slow, and the process that compares has no use for it
+    import torch  # slow, and the main process does not need it
 
     return torch.rand(*sizes, requires_grad=requires_grad)
 
@@ -193,7 +193,7 @@ def _leaves() -> tuple[Any, Any]:
 
 
 def _flavours(count: int) -> tuple[Flavour, ...]:
-    """Plain functions in all steps but the longest, which take too much of a run."""
+    """Return the flavours of a step: no plain functions in the longest steps, which would take too much of a run."""
     return ("async", "def") if count < 100 else ("async",)
 
 
@@ -255,7 +255,7 @@ FAMILIES: Final = (
 BY_NAME: Final[Mapping[str, Shape]] = {
     f"{family.name}/{shape.name}": shape for family in FAMILIES for shape in family.shapes
 }
-"""By the name of their family and their own."""
+"""The shapes by the name of their family and their own."""
 
 SPREAD: Final = ("an int", "a text", "dict of lists, text, floats", "16-float tensor", "16-float numpy array")
 """Calls with one small argument, which are compared with the one that has none."""
@@ -268,4 +268,4 @@ GROWTH: Final = (
     Growth("a further chained call, of 10", "autograd/1 in a row", "autograd/10 in a row", 9, 300),
     Growth("a further chained call, of 100", "autograd/1 in a row", "autograd/100 in a row", 99, 300),
 )
-"""What grows with a message and with a step, and how much it may."""
+"""The limits for the growth of the time with the size of a message and of a step."""

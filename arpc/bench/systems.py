@@ -44,18 +44,18 @@ DEFAULT_ROUNDS: Final = 7
 QUICK_ROUNDS: Final = 3
 
 WARM_UP_SHARE: Final = 0.2
-"""How long a cell is warmed up, by calls that do not count, as a part of its measured time."""
+"""The warm-up of a cell, by calls that do not count, as a fraction of its measured time."""
 
 BULK_MINIMUM_CALLS: Final = 2
 
 TORCH_THREADS: Final = 2
 TORCH_THREADS_TRIED: Final = (2, 3, 4)
 TORCH_THREADS_APART: Final = 3
-"""As many as the goals for shapes were set with."""
+"""The number of threads with which the goals for shapes were set."""
 
 GROUP_SIZES: Final = (2, 4, 8, 16, 32, 64)
 TORCH_GROUP_SIZES: Final = (2, 4, 8)
-"""Each of its idle processes spins on a CPU: with more of them it would be the scheduler that is measured."""
+"""Each idle process of torch spins on a CPU: a larger group would measure the scheduler."""
 
 
 GRADIENTS_GROUP: Final = 9
@@ -67,17 +67,17 @@ CALLEE: Final = "callee"
 class Caller(Protocol):
     """The measuring side. Every method named by a row's `Workload.measure` is a coroutine that returns a `Measurement`.
 
-    These two every system has; others (`bulk`, `flood`, ...) only those whose rows ask for them.
+    Every system has these two; only those whose rows need them have others (`bulk`, `flood`, ...).
     """
 
     async def latency(self, *, function: str, flavour: str, payload: str, budget_s: float) -> Measurement:
-        """One call after another for `budget_s` seconds, after a warm-up: ``p50_us``, ``p99_us``."""
+        """Measure one call after another for `budget_s` seconds, after a warm-up: ``p50_us``, ``p99_us``."""
         ...
 
     async def throughput(
         self, *, function: str, flavour: str, payload: str, in_flight: int, budget_s: float
     ) -> Measurement:
-        """A sliding window of `in_flight` calls for `budget_s` seconds, after a warm-up: ``calls_per_s``."""
+        """Measure a sliding window of `in_flight` calls for `budget_s` seconds, after a warm-up: ``calls_per_s``."""
         ...
 
 
@@ -85,11 +85,11 @@ class System(Protocol):
     """One peer in one configuration. Each side runs in a process of its own."""
 
     def run(self, main: Coroutine[object, object, None]) -> None:
-        """Runs `main` on the event loop that a user of this system would choose."""
+        """Run `main` on the event loop that a user of this system would choose."""
         ...
 
     def callee(self, place: Path) -> AbstractAsyncContextManager[None]:
-        """Serves `functions.FUNCTIONS`. The two sides find each other through the directory `place`."""
+        """Serve `functions.FUNCTIONS`. The two sides find each other through the directory `place`."""
         ...
 
     def caller(self, place: Path) -> AbstractAsyncContextManager[Caller]: ...
@@ -97,34 +97,34 @@ class System(Protocol):
 
 @runtime_checkable
 class GroupSystem(System, Protocol):
-    """A system that may have more callees than one."""
+    """A system that may have several callees."""
 
     def others(self, place: Path) -> AbstractContextManager[None]:
-        """Runs all but the first, which are forked from it: entered in the callee's process before `run`."""
+        """Run all callees but the first, forked from it: entered in the first callee's process before `run`."""
         ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Configuration:
-    """How to make a `System`, without importing it: the process that compares must stay small and idle."""
+    """The settings of a `System`, without importing it: the main process must stay small and idle."""
 
     module: str
     about: str
     settings: Mapping[str, object] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables that its processes get in addition."""
+    """Additional environment variables of its processes."""
     requires: tuple[str, ...] = ()
     spins_when_idle: bool = False
-    """It burns CPU while nothing is asked of it, so that it is stopped while another system is measured."""
+    """True if it uses a CPU while idle, so that it is stopped while another system is measured."""
     timeout_s: float = 600.0
-    """After which a measurement counts as hung."""
+    """Seconds after which a measurement counts as hung."""
     forks: bool = True
-    """Its processes are forked from one that has imported torch, and not started as interpreters of their own."""
+    """Whether its processes are forked from one that has imported torch; else each starts its own interpreter."""
     transient: bool = False
-    """It is too large to stay: started for each measurement and ended after it."""
+    """True if it is too large to stay: it is started for each measurement and ended after it."""
 
     def missing(self) -> tuple[str, ...]:
-        """The packages that it needs and that are not installed."""
+        """Return the packages that it needs and that are not installed."""
         return tuple(name for name in self.requires if importlib.util.find_spec(name) is None)
 
 
@@ -155,7 +155,7 @@ def _groups() -> Iterator[tuple[str, Configuration]]:
 
 _PEER: Final = partial(Configuration, timeout_s=60.0)
 _PEER_WITH_PROCESSES: Final = partial(_PEER, forks=False)
-"""Those that start the processes between which calls go by themselves."""
+"""Peers that themselves start the processes between which calls are made."""
 
 PEERS: Final[Mapping[str, Configuration]] = {
     "rpyc": _PEER(
@@ -189,7 +189,7 @@ PEERS: Final[Mapping[str, Configuration]] = {
         requires=("distributed",),
     ),
 }
-"""What is measured if it is installed; ``make bench-peers`` installs it."""
+"""The peers, which are measured if they are installed; ``make bench-peers`` installs them."""
 
 REGISTRY: Final[Mapping[str, Configuration]] = {
     "floor-unix": _FLOOR(
@@ -264,17 +264,17 @@ REGISTRY: Final[Mapping[str, Configuration]] = {
 
 
 def bulk_warm_up_calls(size_bytes: int) -> int:
-    """How many large transfers go before those that count. Of the largest, which take their time, one is enough."""
+    """Return how many large transfers precede those that count. One is enough of the largest, which take long."""
     return 2 if size_bytes <= 100_000_000 else 1
 
 
 def callee_name(peer: int) -> str:
-    """The worker that is called `peer`-th, where there are several."""
+    """Return the name of a callee by its index, where there are several."""
     return CALLEE if peer == 0 else f"{CALLEE}{peer}"
 
 
 def load(name: str) -> System:
-    """Imports the code of a system; called only in the processes that run it."""
+    """Import and make a system; called only in the processes that run it."""
     configuration = REGISTRY[name]
     make = cast("Callable[..., System]", importlib.import_module(configuration.module).system)
     return make(**configuration.settings)

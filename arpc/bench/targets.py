@@ -1,4 +1,4 @@
-"""The bars that arpc must pass, as data, and the verdict on what was measured."""
+"""The bars that arpc must pass, as data, and the verdicts on the results."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Target:
     at_least: float | None = None
     at_most: float | None = None
     bound: Bound | None = None
-    """What excuses a miss."""
+    """The bound that excuses a miss; None if nothing does."""
 
     @property
     def bar(self) -> str:
@@ -59,17 +59,17 @@ class Target:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What became of a target."""
+    """The result of one target."""
 
     target: Target
     measured: float | None
     outcome: Outcome
     disturbed: bool = False
-    """Other programs were too busy for the verdict to be believed."""
+    """True if other programs were too busy for the verdict to be trusted."""
 
     @property
     def reached(self) -> float:
-        """How much of its bar was reached: less than 1 is too little."""
+        """The fraction of its bar that was reached: less than 1 is a miss."""
         if self.measured is None or (self.target.at_least is None and self.target.at_most is None):
             return 1.0
         if self.target.at_least is not None:
@@ -78,11 +78,11 @@ class Verdict:
 
 
 def judge(results: Results) -> Iterator[Verdict]:
-    """A verdict on every target, in order."""
+    """Yield a verdict on every target, in order."""
     rows = {row.key: row for row in results.rows}
     for target in TARGETS:
         row = rows.get(target.row)
-        # Compared with itself the quotient is 1; what is wanted then is only whether its rounds were disturbed.
+        # The quotient with itself is 1; that comparison only shows whether rounds were disturbed.
         column = SUBJECT if target.against == "itself" else target.against
         comparison = results.comparison(row, column) if row is not None else None
         if row is None or comparison is None:

@@ -1,4 +1,4 @@
-"""Distributed autograd with torch: the same steps. They block, so contexts at the same time take threads."""
+"""The steps of `arpc.bench.arpc_gradients` with torch. They block, so concurrent contexts need threads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.distributed.rpc, used as well as its blocking surface allows: a sliding window of futures, never a barrier."""
+"""torch.distributed.rpc, used as well as its blocking API allows: a sliding window of futures, never a barrier."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ __all__ = ["TorchRpc", "system"]
 
 
 FEWER_THREADS: Final = 16
-"""Where torch has no future to wait for, threads wait: as many as calls in flight, or these if they get more done."""
+"""Where torch has no future, threads block: as many as calls in flight, or this many if they are faster."""
 
 
 class TorchCaller(TorchGradients):
@@ -79,7 +79,7 @@ class TorchCaller(TorchGradients):
         _, callee_before = start_memory_watch(callee_pid)
         started = time.perf_counter()
         pending = [rpc.rpc_async(CALLEE, new_tensor, (size_bytes,)) for _ in range(replies)]
-        stop_for_a_while(stopped_s)  # without a moment more: its threads have read replies all along
+        stop_for_a_while(stopped_s)  # at once: torch's threads have read replies all along
         for one in pending:
             one.wait()
         return {
@@ -150,7 +150,7 @@ class TorchCaller(TorchGradients):
 
 
 class TorchRpc:
-    """Torch workers that meet through a file store; what is not set stays torch's default."""
+    """Torch workers that meet through a file store; all other settings are torch's defaults."""
 
     def __init__(self, peers: int, settings: dict[str, Any]) -> None:
         self._peers = peers
@@ -180,10 +180,10 @@ class TorchRpc:
 
 
 def start_worker(name: str, rank: int, place: Path, peers: int, settings: dict[str, Any]) -> None:
-    """One worker of the group."""
+    """Start one worker of the group."""
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{place}/rendezvous", **settings)
     with warnings.catch_warnings():
-        # torch's own start-up uses what torch itself deprecates.
+        # torch's own start-up uses an API that torch itself deprecates.
         warnings.filterwarnings("ignore", message="You are using a Backend", category=UserWarning)
         init_rpc = cast("Callable[..., None]", rpc.init_rpc)  # torch has no type for it
         init_rpc(name, rank=rank, world_size=1 + peers, rpc_backend_options=options)
@@ -201,7 +201,7 @@ def system(
     channels: list[str] | None = None,
     peers: int = 1,
 ) -> TorchRpc:
-    """Torch with these settings."""
+    """Make torch with these settings."""
     settings: dict[str, Any] = {}
     if threads is not None:
         settings["num_worker_threads"] = threads

@@ -19,12 +19,12 @@ autograd = cast("Any", untyped_autograd)  # torch has no types for it
 
 
 def call_of(shape: Shape) -> BlockingCall:
-    """What makes one call of a shape. Torch has no coroutines: what is called is plain."""
+    """Return a function that makes one call of a shape. Torch has no coroutines: the called functions are plain."""
     return _MAKERS[shape.use](shape, shape.called("def"), shape.arguments())
 
 
 def started_call_of(shape: Shape) -> StartedCall | None:
-    """What starts one call of a shape, to be waited for later; None if torch can only block."""
+    """Return a function that starts one call of a shape, to be waited for later; None if torch can only block."""
     called, args = shape.called("def"), shape.arguments()
     if shape.use == "call":
         return partial(rpc.rpc_async, CALLEE, called, args, dict(shape.keywords) or None)

@@ -8,7 +8,7 @@
     rpc.rpc_sync("worker1", torch.add, args=(torch.ones(2), 1))
     rpc.shutdown()
 
-``python -m arpc.compat script.py`` runs a script that was not changed at all. Everything here is a thin skin: the loop
-runs in a thread of its own, the thread that calls waits for what arpc does there, and a future that is handed out is a
-``torch.futures.Future``, completed where its callbacks may block.
+``python -m arpc.compat script.py`` runs a script that was not changed at all. This is a thin layer: the event loop runs
+in a thread of its own, the calling thread waits for the result from there, and a future that is handed out is a
+``torch.futures.Future``, completed in a thread where its callbacks may block.
 """

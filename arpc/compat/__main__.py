@@ -14,7 +14,7 @@ __all__ = ["main"]
 
 
 def _arguments(given: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
-    """Our own arguments, and those of the script, which are handed on as they are."""
+    """Split the command line into our own arguments and those of the script, which are passed on unchanged."""
     parser = argparse.ArgumentParser(
         prog="python -m arpc.compat",
         usage="%(prog)s [-h] [-q] [-m] script [args ...]",
@@ -28,7 +28,7 @@ def _arguments(given: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
 
 
 def main(given: Sequence[str] | None = None) -> None:
-    """Run it in this process, as its main program."""
+    """Run the given script in this process, as its main program."""
     arguments, args = _arguments(sys.argv[1:] if given is None else given)
     install()
     where = f"{arguments.script} and the Python processes it starts"

@@ -1,4 +1,4 @@
-"""The object that scripts know as the RPC agent."""
+"""The RPC agent, as scripts of torch.distributed.rpc know it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ async def _type_of_value(rref: Handle[Any]) -> type:
 
 
 def _rref_typeof_on_owner(rref: RRef[Any] | Handle[Any], blocking: bool = True) -> Any:
-    """The type of the value of an RRef, on its owner, which need not be a drop-in."""
+    """Return the type of an RRef's value. Runs on the owner, which need not be a drop-in."""
     if isinstance(rref, Handle):
         return _type_of_value(rref)
     kind = type(rref.local_value())
@@ -40,7 +40,7 @@ def _rref_typeof_on_owner(rref: RRef[Any] | Handle[Any], blocking: bool = True) 
 
 
 def _interpreter_wait_us() -> float:
-    """How long a thread that has let go of the interpreter waits for it, on an average of a few attempts."""
+    """Return how long a thread that has released the GIL waits to get it back: the average of a few attempts."""
     waits = []
     for _ in range(_ATTEMPTS):
         begin = time.perf_counter()
@@ -50,11 +50,11 @@ def _interpreter_wait_us() -> float:
 
 
 class RpcAgent:
-    """What every agent is an instance of, those of other backends that programs register included."""
+    """The base class of every agent, including those of other backends that programs register."""
 
 
 class TensorPipeAgent(RpcAgent):
-    """A worker of arpc under the name that scripts look for. Made by the backend, not by hand."""
+    """A worker of arpc under the class name that scripts expect. Only the backend makes one."""
 
     def __init__(self, drop_in: DropIn, store: Store, *, is_static_group: bool) -> None:
         self.drop_in = drop_in
@@ -65,16 +65,16 @@ class TensorPipeAgent(RpcAgent):
         self.start_order: StartOrder | None = None
         self.backend_options: Any = None
         self.blocking_names: set[str] = {drop_in.info.name}
-        """Those of the group that run on this skin too, and so meet in `_all_gather`."""
+        """The names of the workers that are drop-ins too, and so take part in `_all_gather`."""
 
     @property
     def name(self) -> str:
         return self.drop_in.info.name
 
-    # -- who is there
+    # -- workers
 
     def get_worker_info(self, worker: str | int | None = None) -> WorkerInfo:
-        """Name and id of a worker; of this one if none is given."""
+        """Return the name and id of a worker; of this one if none is given."""
         return WorkerInfo.of(self.drop_in.info if worker is None else self.drop_in.peer(worker).info)
 
     def get_worker_infos(self) -> list[WorkerInfo]:
@@ -85,7 +85,7 @@ class TensorPipeAgent(RpcAgent):
         return {torch.device(here): torch.device(there) for here, there in maps.get(to.name, {}).items()}
 
     def start_in_order(self) -> None:
-        """Wait until rank 0 has started. The last step of `init_rpc`."""
+        """Wait until rank 0 has started; on rank 0, release the others. The last step of `init_rpc`."""
         if self.start_order is None:
             return
         if self.drop_in.info.id == 0:
@@ -94,10 +94,10 @@ class TensorPipeAgent(RpcAgent):
             self.start_order.wait()
 
     def _get_backend_options(self) -> Any:
-        """The options that `init_rpc` was given, as torch has them."""
+        """Return the options that were passed to `init_rpc`."""
         return self.backend_options
 
-    # -- what it does
+    # -- requests
 
     def type_of(self, rref: RRef[Any], timeout: float) -> torch.futures.Future[type]:
         """Ask the owner of an RRef for the type of its value."""
@@ -115,10 +115,10 @@ class TensorPipeAgent(RpcAgent):
         agent = self.drop_in.agent
         self.drop_in.thread.call(lambda: setattr(agent.timeouts, "default_s", timeout_s))
 
-    # -- figures
+    # -- statistics
 
     def get_debug_info(self) -> dict[str, str]:
-        """Counters, named as those of torch."""
+        """Return counters under torch's names."""
         figures = self.drop_in.thread.call(self._figures)
         return {f"agent.{name}": str(value) for name, value in figures.items()}
 
@@ -142,25 +142,25 @@ class TensorPipeAgent(RpcAgent):
         return figures
 
     def get_rref_debug_info(self) -> dict[str, str]:
-        """Counters of RRefs, under torch's names."""
+        """Return counters of RRefs under torch's names."""
         return {name: str(number) for name, number in self.drop_in.thread.call(self._rref_figures).items()}
 
     def _rref_figures(self) -> dict[str, int]:
         context = self.drop_in.worker.rref_context
         names = ("num_pending_users", "num_pending_futures", "num_forks")
         found = rref_statistics(context)
-        # a value that nobody else uses is not counted, although there may be an RRef to it in this process
+        # a value that no other worker uses is not counted, even if this process has an RRef to it
         owned = sum(bool(owned.forks) for owned in context.forks.owned.values())
         return {"num_owner_rrefs": owned, **{name: found[name] for name in names}}
 
-    # -- the end
+    # -- shutdown
 
     def leaked_rrefs(self) -> tuple[RRefRow, ...]:
-        """Values of this worker that others still held when all were to let go."""
+        """Return the values of this worker that other workers still held when the group had no call in flight."""
         return self.drop_in.worker.surviving_rrefs
 
     def join(self, shutdown: bool = False, timeout: float = 0) -> None:
-        """Wait until nothing is under way in the group; with ``shutdown``, leave it."""
+        """Wait until no call from or to this worker is in flight; with ``shutdown``, leave the group."""
         if shutdown:
             self.drop_in.shutdown(graceful=True, timeout_s=timeout)
             if self.goodbye is not None:
@@ -169,10 +169,10 @@ class TensorPipeAgent(RpcAgent):
             self.drop_in.run(lambda: self.drop_in.agent.drain(timeout or None))
 
     def sync(self) -> None:
-        """Wait until nothing is under way here."""
+        """Wait until no call from or to this worker is in flight."""
         self.join()
 
     def shutdown(self) -> None:
-        """Leave the group without waiting for anybody."""
+        """Leave the group without waiting for other workers."""
         if not self.drop_in.worker.is_shut_down:
             self.drop_in.shutdown(graceful=False, timeout_s=0)

@@ -1,9 +1,9 @@
 """Distributed autograd with torch's names.
 
-The context of a thread is a context variable, which in a thread that nobody gave a context is the thread's own.
+The current autograd context is a context variable, so each thread has its own unless it runs in a copied context.
 """
 
-# Without postponed annotations: TorchScript reads those of functions that it leaves to Python
+# No postponed annotations: TorchScript reads the annotations of functions that it leaves to Python
 
 from types import TracebackType
 from typing import Any
@@ -27,12 +27,12 @@ reducers.install()
 
 
 def is_available() -> bool:
-    """Always."""
+    """Return True: arpc always has it."""
     return True
 
 
 def _init(worker_id: int) -> None:
-    """A worker of arpc brings distributed autograd with it. Raises torch's `RuntimeError` for an id that cannot be."""
+    """Check the id only: a worker of arpc has distributed autograd. Raises torch's `RuntimeError` for an invalid id."""
     if not 0 <= worker_id < 1 << 16:
         raise RuntimeError(f"worker_id needs to be in the range [0, 65535], not {worker_id}: pass rank to init_rpc")
 
@@ -47,18 +47,18 @@ def _service() -> AutogradService:
 
 
 class _SendFunction:
-    """Where tensors left, as torch shows it. What is in the graph there is for engines alone."""
+    """A message with tensors that left this worker, as torch shows it. The node in the graph serves engines only."""
 
     def __init__(self, send: Send) -> None:
         self.next_functions = tuple(send.edges)
-        """Where they came from."""
+        """The edges that the tensors came from."""
 
     def name(self) -> str:
         return SEND_NAME
 
 
 class DistAutogradContext:
-    """What this worker has recorded in a context."""
+    """The view that torch's API has of this worker's record of a context."""
 
     def __init__(self, context: AutogradContext) -> None:
         self._context = context
@@ -67,11 +67,11 @@ class DistAutogradContext:
         return self._context.id
 
     def _send_functions(self) -> dict[int, Any]:
-        """The nodes where tensors left, by message, in their order."""
+        """Return the nodes where tensors left, by message, in their order."""
         return {number: _SendFunction(send) for number, send in self._context.sends.copy().items()}
 
     def _recv_functions(self) -> dict[int, Any]:
-        """The nodes where tensors came in, by message, in their order."""
+        """Return the nodes where tensors came in, by message, in their order."""
         return dict(self._context.recvs)
 
     def _known_worker_ids(self) -> set[int]:
@@ -95,7 +95,7 @@ class context:  # noqa: N801 - torch's name
 
 
 def _new_context() -> DistAutogradContext:
-    """A context that this thread records in from now on."""
+    """Make a context in which this thread records from now on."""
     refuse_loop_thread("async with arpc.autograd.context() as context_id:")
     service = _service()
     outer = current_context_id.get()
@@ -107,7 +107,7 @@ def _new_context() -> DistAutogradContext:
 
 
 def _release_context(context_id: int) -> None:
-    """End a context here; all others who know it are told, and not waited for."""
+    """End a context here. Other workers that know it are notified, without waiting for them."""
     refuse_loop_thread("async with arpc.autograd.context() as context_id:")
     service = _service()
     if current_context_id.get() == context_id:
@@ -130,17 +130,17 @@ def _current_context() -> DistAutogradContext:
 
 
 def _is_valid_context(context_id: int) -> None:
-    """Raises if there is no such context."""
+    """Raise an error if there is no such context."""
     _service().container.find(context_id)
 
 
 def _get_max_id() -> int:
-    """The last id that a context of this worker can have."""
+    """Return the largest id that a context of this worker can have."""
     return (_drop_in().info.id << LOCAL_BITS) + (1 << LOCAL_BITS) - 1
 
 
 def _get_debug_info() -> dict[str, str]:
-    """Counters, named as those of torch."""
+    """Return counters under torch's names."""
     found = _drop_in().thread.call(_service().statistics)
     return {"num_current_backward_passes": str(found["passes"]), "num_autograd_contexts": str(found["contexts"])}
 
@@ -150,13 +150,13 @@ def _get_debug_info() -> dict[str, str]:
 
 @torchjit.ignore
 def get_gradients(context_id: int) -> dict[Tensor, Tensor]:
-    """The gradients that backward passes of a context have accumulated on this worker, by leaf."""
+    """Return the gradients that backward passes of a context have accumulated on this worker, by leaf."""
     return _service().gradients(context_id)
 
 
 @torchjit.ignore
 def _backward(context_id: int, roots: list[Tensor], retain_graph: bool) -> None:
-    """`backward`, for the interpreter of TorchScript to call."""
+    """Run `backward`. TorchScript's interpreter calls this function."""
     is_id = isinstance(context_id, int) and not isinstance(context_id, bool)
     if not is_id or not isinstance(roots, list | tuple) or not all(isinstance(root, Tensor) for root in roots):
         raise TypeError(
@@ -166,11 +166,11 @@ def _backward(context_id: int, roots: list[Tensor], retain_graph: bool) -> None:
     run_pass(_drop_in(), context_id, roots, retain_graph)
 
 
-# TorchScript compiles it, and so it is in scripts by this name; an ignored function could not have a default
+# TorchScript compiles it, so that scripts contain this name; an ignored function could not have a default
 def dist_backward(context_id: int, roots: list[Tensor], retain_graph: bool = False) -> None:
     """Run a backward pass from scalar roots, over all workers that they depend on. Blocks until it is over.
 
-    Raises RuntimeError, with the text of the error and the ids of the workers that it came by.
+    Raises RuntimeError, with the text of the error and the ids of the workers that it passed through.
     """
     _backward(context_id, roots, retain_graph)
 

@@ -1,4 +1,4 @@
-"""Calls from threads that block: packed where they are made, sent and answered on the loop."""
+"""Blocking calls: packed in the calling thread, sent and completed on the loop."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _is_pristine = torchstate.is_pristine
 
 
 def arpc_timeout(timeout: float) -> float | Unset:
-    """A timeout of torch, which says with -1 that it is not set."""
+    """Convert a timeout of torch, where -1 means that it is not set."""
     return UNSET if timeout == _UNSET_S else timeout
 
 
@@ -35,7 +35,7 @@ def _seconds(drop_in: DropIn, timeout: float) -> float:
 
 
 class _Call:
-    """One call on its way: called on the loop to begin it, in the context of the thread that made it."""
+    """One call in flight: begun on the loop, in the context of the thread that made it."""
 
     __slots__ = (
         "_call_id",
@@ -75,7 +75,7 @@ class _Call:
         self.anchor: object = None
 
     def start(self, succeed: Callable[[Any], None], fail: Callable[[BaseException], None]) -> None:
-        """Begin it soon. One of the two is called on the loop in the end."""
+        """Begin the call soon. In the end ``succeed`` or ``fail`` is called, on the loop."""
         self._succeed = succeed
         self._fail = fail
         drop_in = self._drop_in
@@ -84,7 +84,7 @@ class _Call:
         if _is_pristine():
             drop_in.thread.submit(context, self._begin)
         else:
-            # whether the thread wants gradients is for those to know who look at the arguments
+            # features that look at the arguments need to know whether the thread wants gradients
             drop_in.thread.submit(context, partial(torchstate.run_with, torchstate.capture(), self._begin))
 
     def _begin(self) -> None:
@@ -102,14 +102,14 @@ class _Call:
         )
         try:
             self._call_id = agent.sender.send(call)
-        except BaseException as error:  # noqa: BLE001 - it is raised where the result is waited for
+        except BaseException as error:  # noqa: BLE001 - raised where the result is awaited
             self._fail(error)
         else:
             future.add_done_callback(self._done)
 
     def _done(self, future: asyncio.Future[Any]) -> None:
         if future.cancelled():
-            # with the handler that made it
+            # cancelled together with the handler that made it
             self._peer.cancel(self._call_id)
             self._fail(asyncio.CancelledError())
         elif (error := future.exception()) is not None:
@@ -140,7 +140,7 @@ def call(
     timeout: float,
     name: str = "",
 ) -> Any:
-    """The result of a call. Raises in torch's words. ``name`` is `Call.called`."""
+    """Make a call and return its result. Raises torch's errors. ``name`` is `Call.called`."""
     refuse_loop_thread("await arpc.rpc_sync(...)")
     packed = _pack(drop_in, peer, function, args, kwargs)
     try:
@@ -150,7 +150,7 @@ def call(
         outcome: Outcome[Any] = Outcome()
         _Call(drop_in, peer, function, packed, timeout, name, is_awaited=True).start(outcome.set, outcome.fail)
         return outcome.wait()
-    except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - it is translated
+    except (Exception, asyncio.CancelledError) as error:  # noqa: BLE001 - translated
         raised = as_torch_error(error, peer.info, _seconds(drop_in, timeout), function)
     raise raised
 
@@ -166,9 +166,9 @@ def call_async(
     anchor: object = None,
     name: str = "",
 ) -> torch.futures.Future[Any]:
-    """A call that is not waited for: a future of torch, completed where its callbacks may block.
+    """Start a call. Return a torch future, which is completed in a thread where its callbacks may block.
 
-    ``anchor`` lives until it has ended. ``name`` is `Call.called`.
+    ``anchor`` is kept alive until the call has ended. ``name`` is `Call.called`.
     """
     packed = _pack(drop_in, peer, function, args, kwargs)
     future: torch.futures.Future[Any] = torch.futures.Future()
@@ -187,7 +187,7 @@ def call_async(
 def torch_future_of(
     drop_in: DropIn, future: asyncio.Future[Any], translate: Callable[[BaseException], BaseException]
 ) -> torch.futures.Future[Any]:
-    """A future of torch that is completed as one of the loop is. Called on the loop."""
+    """Return a torch future that is completed with the outcome of a future of the loop. Called on the loop."""
     made: torch.futures.Future[Any] = torch.futures.Future()
 
     def done(ended: asyncio.Future[Any]) -> None:

@@ -1,4 +1,4 @@
-"""The agent of this process. In torch's world there is one at a time, which every thread finds."""
+"""The agent of this process. As in torch, there is one at a time, shared by all threads."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _NO_AGENT = "Current RPC agent is not set! Did you initialize the RPC framework 
 
 @contextlib.contextmanager
 def starting() -> Iterator[None]:
-    """An agent is being started by this thread. Others may call it before the start is over, and handlers wait."""
+    """Mark an agent as being started by this thread. Peers may call it before that is over: handlers then wait."""
     start = (get_ident(), threading.Event())
     _starts.append(start)
     try:
@@ -31,7 +31,7 @@ def starting() -> Iterator[None]:
 
 
 def has_agent() -> bool:
-    """Whether there is one, after a start that is under way in another thread."""
+    """Whether there is an agent. Waits for a start that is in progress in another thread."""
     if not _agents and running_loop() is None:
         for starter, is_over in tuple(_starts):
             if starter != get_ident():
@@ -40,17 +40,17 @@ def has_agent() -> bool:
 
 
 def get_agent() -> Any:
-    """The agent. Raises RuntimeError if there is none."""
+    """Return the agent. Raises RuntimeError if there is none."""
     if not _agents and not has_agent():
         raise RuntimeError(_NO_AGENT)
     return _agents[0]
 
 
 def set_agent(agent: Any) -> None:
-    """Let it be the one that threads find."""
+    """Make this the agent of the process."""
     _agents[:] = [agent]
 
 
 def reset_agent() -> None:
-    """Let there be none."""
+    """Remove the agent of the process."""
     _agents.clear()

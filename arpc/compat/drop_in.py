@@ -1,4 +1,4 @@
-"""The worker of a process that was written for torch.distributed.rpc: there is one at a time, with its loop thread."""
+"""The worker of a program that was written for torch.distributed.rpc: one at a time, with its loop thread."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ __all__ = ["DropIn"]
 T = TypeVar("T")
 
 _LINGER_S: Final = 2.0
-"""How long a process that ends without a shutdown stays to answer."""
+"""Seconds that a process which exits without a shutdown waits for its last replies to be sent."""
 _PAUSE_S: Final = 0.001
 
 
 class DropIn:
-    """An `arpc.Worker` whose code blocks. Used from any thread but that of its loop."""
+    """An `arpc.Worker` for code that blocks. Used from any thread but that of its loop."""
 
     def __init__(self, thread: LoopThread, worker: Worker) -> None:
         self.thread = thread
@@ -52,10 +52,10 @@ class DropIn:
         thread.call(self._set_up)
         worker.autograd.run_policy = ThreadsOnly()
         worker.autograd.has_accumulate_hooks = has_node_hooks
-        worker.autograd.container.leaves_unused = False  # in torch each worker that was called keeps it to its end
+        worker.autograd.container.leaves_unused = False  # as in torch, a called worker keeps a context to its end
         self._process = os.getpid()
         atexit.register(self._leave)
-        # a process that multiprocessing has forked runs none of those that are registered there
+        # a process that multiprocessing has forked does not run atexit handlers
         self._finalizer = Finalize(None, self._leave, exitpriority=0)
 
     @classmethod
@@ -84,11 +84,11 @@ class DropIn:
 
     def _set_up(self) -> None:
         self.agent.dispatcher.replies.tell_failure = self._show_failure
-        # profiles of the newer kind do not see calls in torch, and scripts that look for names may be misled by them
+        # in torch, Kineto profiles have no events of calls, and they might mislead scripts that look for names
         self.worker.profiler.remote.includes_kineto = False
 
     def _show_failure(self, function: str, error: BaseException) -> None:
-        """What a function raised is printed here too: its caller may be somebody else's."""
+        """Print the error of a handler here too: its caller may be a process that this user does not watch."""
         if is_a(error, Exception):
             sys.stderr.write(f"On {self.info!r}:\n{repr_of(error)}\n{stack_of(error)}\n")
 
@@ -101,13 +101,13 @@ class DropIn:
         return self.worker.rendezvous.is_elastic
 
     def run(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
-        """What a coroutine returns, run on the loop in the name of this thread."""
+        """Run a coroutine on the loop on behalf of this thread, and return its result."""
         return self.thread.run(make)
 
-    # -- who is there
+    # -- workers
 
     def peer(self, to: str | int | WorkerInfo) -> Peer:
-        """Who calls go to. Raises RuntimeError in torch's words."""
+        """Return the peer of that name, id or info. Raises RuntimeError with torch's text if there is none."""
         peer = self.agent.peer(to)
         if peer is None and self.is_elastic:
             peer = self._resolved(to)
@@ -118,7 +118,7 @@ class DropIn:
         return peer
 
     def _resolved(self, to: str | int | WorkerInfo) -> Peer | None:
-        """One that has come since, if there is such a worker."""
+        """Look up a worker that has joined since; None if there is none."""
         asked = to.name if isinstance(to, WorkerInfo) else to
 
         async def resolve() -> Peer:
@@ -130,17 +130,17 @@ class DropIn:
             return None
 
     def infos(self) -> list[WorkerInfo]:
-        """All workers of the group, by id."""
+        """Return all workers of the group, by id."""
         return sorted({self.info, *(record.info for record in self.members())}, key=lambda info: info.id)
 
     def members(self) -> tuple[WorkerRecord, ...]:
-        """What the group's store tells of each of its workers."""
+        """Return the record of each worker from the group's store."""
         return self.run(self.worker.rendezvous.members)
 
-    # -- the end
+    # -- shutdown
 
     def shutdown(self, *, graceful: bool, timeout_s: float) -> None:
-        """Leave the group, and end the loop. Raises what kept it from being graceful, once it has ended."""
+        """Leave the group, then end the loop. An error that prevented a graceful shutdown is raised after that."""
         try:
             self.thread.run(lambda: self.worker.shutdown(graceful, timeout_s), context=Context())
         finally:
@@ -148,12 +148,12 @@ class DropIn:
             self._stop()
 
     def _leave(self) -> None:
-        """The process ends, and its worker has not been shut down: what it was asked for is answered, if that is quick.
+        """End a worker that was not shut down, when its process exits: requests are answered first, if that is quick.
 
-        A script may end because of what another worker has called: that one is to hear that the call has succeeded.
+        A script may exit because of a call from another worker, which must still receive the reply.
         """
         if os.getpid() != self._process:
-            return  # it was forked from that of the worker, and has no thread that the loop runs in
+            return  # a forked child, which has no loop thread
         with contextlib.suppress(ShutdownError):
             self.thread.run(self._let_answers_leave, context=Context())
         self._stop()
@@ -162,7 +162,7 @@ class DropIn:
         connector = self.agent.connector
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(_LINGER_S):
-                while (  # noqa: ASYNC110 - nobody tells, least of all a peer that reads
+                while (  # noqa: ASYNC110 - there is no event for either condition
                     connector.busy_links() or any(link.connection.held_bytes for link in connector.links)
                 ):
                     await asyncio.sleep(_PAUSE_S)

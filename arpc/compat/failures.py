@@ -1,4 +1,4 @@
-"""Errors of arpc in the words of torch.distributed.rpc, which people match on."""
+"""Translates errors of arpc into those of torch.distributed.rpc, whose texts programs match on."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NOT_ON_CALLEE: Final = " is not on worker "
 
 
 def timeout_error(timeout_s: float) -> RuntimeError:
-    """The error of a call that took too long."""
+    """Return the error of a call that took too long."""
     milliseconds = int(timeout_s * 1000)
     return RuntimeError(
         f"RPCErr:1:RPC ran for more than set timeout ({milliseconds} ms) and will now be marked with an error"
@@ -34,14 +34,14 @@ def timeout_error(timeout_s: float) -> RuntimeError:
 
 
 def creation_error() -> RuntimeError:
-    """The error of every use of an RRef whose creation is not known to have succeeded."""
+    """Return the error of every use of an RRef whose creation is not known to have succeeded."""
     return RuntimeError(
         "RRef creation via rpc.remote() timed out, and it is possible that the RRef on the owner node does not exist."
     )
 
 
 def as_torch_error(error: BaseException, to: WorkerInfo, timeout_s: float, function: Any = None) -> BaseException:
-    """What torch raises where arpc raised ``error`` in a call of a function of worker ``to``."""
+    """Return the error that torch raises where arpc raised ``error`` in a call to worker ``to``."""
     if isinstance(error, asyncio.CancelledError):
         return RuntimeError(f"the call of worker {to.name} was cancelled")
     remote = cause_of(error)
@@ -57,7 +57,7 @@ def as_torch_error(error: BaseException, to: WorkerInfo, timeout_s: float, funct
     elif isinstance(error, CallCancelledError) and not is_of_handler(error):
         made = RuntimeError(str(error))
     elif isinstance(remote, RemoteTraceback) and _is_operator(function):
-        # torch runs these without Python, so that all they raise is a RuntimeError
+        # torch runs operators without Python, so all their errors are RuntimeErrors
         reason = f"{_NO_SCHEMA}: {text_of(error)}" if isinstance(error, TypeError) else text_of(error)
         made = RuntimeError(f"On {to!r}:\n{reason}\n{remote.stack}")
     elif isinstance(remote, RemoteTraceback):
@@ -71,7 +71,7 @@ def as_torch_error(error: BaseException, to: WorkerInfo, timeout_s: float, funct
 
 
 def packing_error(error: Exception, to: WorkerInfo) -> BaseException:
-    """What torch raises where the arguments of a call cannot be pickled: what their pickling raised."""
+    """Return the error that torch raises if the arguments of a call cannot be pickled: the pickler's own error."""
     reason = error.__cause__
     if isinstance(error, SerializationError) and isinstance(reason, Exception):
         return reason
@@ -87,7 +87,7 @@ def _described(error: BaseException, to: WorkerInfo, stack: str) -> str:
 
 
 def _rebuilt(error: BaseException, to: WorkerInfo, stack: str) -> BaseException:
-    """An exception of the same type whose text tells where it was raised, and how."""
+    """Return an exception of the same type whose text has the worker and the stack where it was raised."""
     if isinstance(error, SerializationError):
         hint = ". Default RPC pickler does not serialize function code" if _NOT_ON_CALLEE in str(error) else ""
         made: BaseException = RuntimeError(f"On {to!r}:\n{error}{hint}\n{stack}")

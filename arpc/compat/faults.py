@@ -1,4 +1,4 @@
-"""Requests that are lost or late on purpose, named as torch names its messages."""
+"""Fault injection: requests that are lost or late on purpose, under the names of torch's messages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CONTROL: Final = {
     MessageType.RREF_USER_DELETE: "RREF_USER_DELETE",
     MessageType.AUTOGRAD_RELEASE: "CLEANUP_AUTOGRAD_CONTEXT_REQ",
 }
-"""What is sent again when it was lost."""
+"""The messages that are sent again when they were lost."""
 
 MESSAGE_NAMES: Final = frozenset(
     (*(f"{kind}_{name}" for kind in ("PYTHON", "SCRIPT") for name in _CALLS.values()), *_FETCHES, *_CONTROL.values())
@@ -34,12 +34,12 @@ MESSAGE_NAMES: Final = frozenset(
 
 
 def _is_script(function: Any) -> bool:
-    """Whether torch sends it as an operator or a script function, and not as a function of Python."""
+    """Whether torch sends it as an operator or a script function, and not as a Python function."""
     return isinstance(function, ScriptFunction | ScriptCall) or find_builtin(function) is not None
 
 
 class Faults:
-    """Stands between an agent and what it sends. Belongs to the loop."""
+    """Wraps the sender of an agent, and loses or delays some requests. Belongs to the loop."""
 
     def __init__(self, agent: Agent, lost: Iterable[str], delays_s: Mapping[str, float], losses: int) -> None:
         self._agent = agent
@@ -48,9 +48,9 @@ class Faults:
         self._losses = losses
         self._sends: Counter[tuple[Any, ...]] = Counter()
         self.lost: Counter[str] = Counter()
-        """How many messages of each name were lost."""
+        """The number of lost messages of each name."""
         self.late: Counter[str] = Counter()
-        """How many were late."""
+        """The number of late messages of each name."""
         self._inner: CallSender
         agent.wrap_sender(self._around)
 
@@ -61,7 +61,7 @@ class Faults:
     def send(self, call: Call) -> int:
         """Send a request, now or late, or lose it."""
         if call.flags & RequestFlag.STREAM:
-            return self._inner.send(call)  # it is nothing that torch has
+            return self._inner.send(call)  # torch has no streams
         names = _names_of(call.type, call.function)
         if not self._lost.isdisjoint(names) and self._is_lost(call):
             self.lost.update(names)
@@ -77,8 +77,8 @@ class Faults:
 
     def _is_lost(self, call: Call) -> bool:
         if call.type not in _CONTROL:
-            return self._losses > 0  # these are never sent again
-        # A message that is sent again has the same items, which come last in it. That a context has ended has no items.
+            return self._losses > 0  # requests are never sent again
+        # A message that is sent again has the same items, its last argument; the release of a context has no items.
         args = call.args or ()
         what = args if call.type == MessageType.AUTOGRAD_RELEASE else args[-1]
         key = (call.peer.info.name, call.type, repr(what))
@@ -86,7 +86,7 @@ class Faults:
         return self._sends[key] <= self._losses
 
     def _send_late(self, call: Call, delay_s: float) -> None:
-        """The caller's time runs from now on; the request is sent later, whether or not anybody still waits."""
+        """Send the request later, whether or not the caller still waits. The caller's timeout runs from now on."""
         loop = self._agent.loop
         recipient, timeout = call.recipient, call.timeout
         answered: asyncio.Future[Any] = loop.create_future()
@@ -105,7 +105,7 @@ class Faults:
         def send() -> None:
             try:
                 self._inner.send(call)
-            except Exception as error:  # noqa: BLE001 - it is the caller's
+            except Exception as error:  # noqa: BLE001 - the caller gets it
                 answered.set_exception(error)
 
         def give_up() -> None:
@@ -125,5 +125,5 @@ def _names_of(type_: int, function: Any) -> tuple[str, ...]:
         kind = "SCRIPT" if _is_script(function) else "PYTHON"
         return (f"{kind}_{_CALLS[MessageType(type_)]}",)
     if type_ == MessageType.RREF_FETCH:
-        return _FETCHES  # which of the two it would be in torch nobody here knows
+        return _FETCHES  # it is unknown here which of the two torch would send
     return (_CONTROL[MessageType(type_)],) if type_ in _CONTROL else ()

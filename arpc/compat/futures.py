@@ -1,4 +1,4 @@
-"""What torch's own functions on futures cannot know of futures that Python completes."""
+"""A replacement for torch's `wait_all`, which overlooks errors that Python has set."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ __all__ = ["wait_all"]
 
 
 def wait_all(futures: list[torch.futures.Future[Any]]) -> list[Any]:
-    """The values of all futures. Raises the first error as soon as it happens, whatever the others do.
+    """Return the values of all futures. Raises the first error as soon as it happens, whatever the others do.
 
-    torch's own waits for all of them: an error that was set from Python is a value like any other to it.
+    torch's own function waits for all of them: it takes an error that was set from Python for a value.
     """
     waited = list(futures)
     lock = threading.Lock()
@@ -26,7 +26,7 @@ def wait_all(futures: list[torch.futures.Future[Any]]) -> list[Any]:
         error: BaseException | None = None
         try:
             future.value()
-        except Exception as raised:  # noqa: BLE001 - it is raised where the futures are waited for
+        except Exception as raised:  # noqa: BLE001 - raised where the futures are awaited
             error = raised
         with lock:
             left -= 1

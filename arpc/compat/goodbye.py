@@ -1,4 +1,4 @@
-"""Leaving a store that one of the workers hosts: it ends with that process, so the others go first."""
+"""The order in which workers leave a store that one of them hosts: it ends with that process, which goes last."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ __all__ = ["Goodbye"]
 _PATIENCE_S: Final = 5.0
 _PAUSE_S: Final = 0.005
 _numbers = count()
-"""Groups of this process, one after the other. All of a group are in the same one."""
+"""Numbers the groups of this process. All workers of a group have the same number for it."""
 
 
 class Goodbye:
-    """What a worker of a group of fixed size does last."""
+    """The last step of a worker in a group of fixed size."""
 
     def __init__(self, store: Store, rank: int, world_size: int) -> None:
         while isinstance(store, PrefixStore):
@@ -29,11 +29,11 @@ class Goodbye:
         self._key = f"arpc.compat/left/{next(_numbers)}"
 
     def say(self) -> None:
-        """Tell the host that this worker needs the store no more; the host waits for all others, though not long."""
+        """Notify the host that this worker no longer needs the store. The host waits a while for the others."""
         store, self._store = self._store, None
         if store is None:
             return
-        with contextlib.suppress(RuntimeError):  # the host is gone: then there is nobody to wait
+        with contextlib.suppress(RuntimeError):  # the host is gone already
             left = store.add(self._key, 1)
             end = time.monotonic() + _PATIENCE_S
             while self._is_host and left < self._world_size and time.monotonic() < end:

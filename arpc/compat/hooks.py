@@ -1,4 +1,4 @@
-"""What has to change in torch itself so that its own code takes futures and RRefs of arpc for its own."""
+"""Changes to torch itself, so that its own code accepts arpc's futures and RRefs."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ __all__ = ["install"]
 
 
 def install() -> None:
-    """Make the changes. Done twice, it changes nothing more."""
+    """Make the changes. A second call changes nothing more."""
     torch.futures.wait_all = wait_all
-    names: Any = data_parallel  # has looked the class up when torch was imported
+    names: Any = data_parallel  # it imported the class together with torch
     names.RRef = RRef
     if torchjit.IS_AVAILABLE:
         _teach_torchscript()
 
 
 def _teach_torchscript() -> None:
-    """Have TorchScript take arpc's RRefs for those that it knows."""
+    """Make TorchScript accept arpc's RRefs as the RRefs that it knows."""
     import torch._jit_internal as jit_names
     from torch.jit import annotations as jit_annotations
 
     holders: tuple[Any, ...] = (jit_names, jit_annotations)
     for holder in holders:
         holder.RRef = RRef
-        # it asks these of every annotation and object, where there is RPC; a torch without RPC does not have them
+        # TorchScript calls these for every annotation and object; a torch that was built without RPC lacks them
         if not hasattr(holder, "is_rref"):
             holder.is_rref = _is_rref
         if not hasattr(holder, "is_rref_instance"):

@@ -1,4 +1,4 @@
-"""Lets processes that this one starts run on arpc as well."""
+"""Makes processes that this one starts use arpc in the place of torch's RPC as well."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _FOLDER: Final = str(Path(__file__).parent / "children")
 
 
 def install_in_children() -> bool:
-    """Have Python processes find arpc in the place of torch's RPC if they inherit this one's environment.
+    """Make Python processes that inherit this one's environment find arpc in the place of torch's RPC.
 
-    That is so for those that multiprocessing spawns or a fork server forks, and for those that subprocess starts. False
-    if Python ignores the environment here, as it does with ``-E`` and ``-I``, and then in multiprocessing's children.
+    Those are processes that multiprocessing spawns or a fork server forks, and that subprocess starts. Returns False if
+    Python ignores the environment here, as with ``-E`` and ``-I``; multiprocessing's children then ignore it too.
     """
     if sys.flags.ignore_environment:
         return False

@@ -15,7 +15,7 @@ __all__ = ["run_module", "run_script"]
 def run_script(script: str, arguments: Sequence[str]) -> None:
     """Run a file as python itself would: as ``__main__``, with its arguments, its folder first on the path.
 
-    It stays ``__main__`` after its end, for threads and exit handlers that look things up there.
+    It stays ``__main__`` after its end, for threads and exit handlers that look names up there.
     """
     path = Path(script)
     try:
@@ -30,7 +30,7 @@ def run_script(script: str, arguments: Sequence[str]) -> None:
     module.__builtins__ = __builtins__  # type: ignore[attr-defined]
     module.__spec__ = None
     sys.modules["__main__"] = module
-    exec(code, module.__dict__)  # noqa: S102 - this is what it is for
+    exec(code, module.__dict__)  # noqa: S102 - to run a script is its purpose
 
 
 def run_module(name: str, arguments: Sequence[str]) -> None:

@@ -1,4 +1,4 @@
-"""The event loop in a thread of its own, and the door through which all other threads enter it."""
+"""The event loop in a thread of its own, and the calls with which other threads run code on it."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ logger = get_logger("arpc.compat")
 T = TypeVar("T")
 
 _END_S = 5.0
-"""How long the loop may take to end what still runs on it."""
+"""Seconds that the loop may take to end the tasks that still run on it."""
 
 
 _loop_threads: set[int] = set()
 
 
 def refuse_loop_thread(awaitable: str) -> None:
-    """Raise if this thread runs the loop of a drop-in: to block it would be to wait for oneself, for ever.
+    """Raise RuntimeError if this thread runs the loop of a drop-in: blocking it would be a deadlock.
 
-    A loop of the script's own is not meant: a notebook has one, and may block it as it likes.
+    A loop of the script itself is accepted: a notebook has one, and may block it.
     """
     if get_ident() in _loop_threads:
         raise RuntimeError(
@@ -43,7 +43,7 @@ def refuse_loop_thread(awaitable: str) -> None:
 
 
 class Outcome(Generic[T]):
-    """What one thread waits for and another one sets: the cheapest there is, for one waiter."""
+    """A result that one thread sets and another waits for: one lock, so for a single waiter."""
 
     __slots__ = ("_error", "_lock", "_value")
 
@@ -74,13 +74,13 @@ class Outcome(Generic[T]):
 
 
 class LoopThread:
-    """A running loop. Everything but `stop` may be called from any other thread."""
+    """A running loop in a thread. Everything but `stop` may be called from any other thread."""
 
     def __init__(self, name: str) -> None:
         self.loop = new_event_loop()
         self.loop.set_task_factory(torchstate.rooted_task_factory)
         self.scope: Scope | None = None
-        """That of code which runs for no caller: of the script, and of the threads it started."""
+        """The scope of code that runs for no caller: of the script, and of the threads that it started."""
         self._jobs: deque[tuple[Context, Callable[[], None]]] = deque()
         self._is_called = False
         self._is_closed = False
@@ -99,7 +99,7 @@ class LoopThread:
                 self.loop.close()
 
     async def _end(self) -> None:
-        self._take_jobs()  # what came after the loop was told to stop
+        self._take_jobs()  # those submitted after the call of `loop.stop`
         left = [task for task in asyncio.all_tasks() if task is not asyncio.current_task()]
         for task in left:
             task.cancel()
@@ -107,18 +107,18 @@ class LoopThread:
             await asyncio.wait(left, timeout=_END_S)
         await self.loop.shutdown_asyncgens()
 
-    # -- the door
+    # -- calls from other threads
 
     @property
     def is_this(self) -> bool:
-        """Whether the code that asks runs on the loop."""
+        """Whether the calling code runs on the loop."""
         return get_ident() == self._thread.ident
 
     def caller_context(self) -> Context:
-        """The context variables of this thread, for what is done on the loop in its name.
+        """Return the context variables of this thread, for work on the loop on its behalf.
 
-        They are its own: what a thread sets, such as an autograd context, no other thread sees. In a handler they are
-        those of the handler.
+        Each thread has its own: other threads do not see what it sets, such as an autograd context. In a handler they
+        are those of the handler.
         """
         context = copy_context()
         scope = current_scope.get()
@@ -129,11 +129,11 @@ class LoopThread:
         return context
 
     def submit(self, context: Context, job: Callable[[], None]) -> None:
-        """Run a job on the loop, soon. It must not raise."""
+        """Run a job on the loop, soon. The job must not raise. Raises `ShutdownError` after `stop`."""
         if self._is_closed:
             raise ShutdownError("the worker has been shut down")
         self._jobs.append((context, job))
-        # All jobs that are there when the loop looks come with one wake-up. A race costs a spare one, never a lost one:
+        # One wake-up runs all jobs that are in the queue by then. A race may cost a spare wake-up, but never loses one:
         # the loop clears the flag before it empties the queue.
         if not self._is_called:
             self._is_called = True
@@ -153,13 +153,13 @@ class LoopThread:
                 logger.exception("an internal error on the event loop")
 
     def call(self, function: Callable[[], T]) -> T:
-        """What a function returns that is called on the loop."""
+        """Call a function on the loop, and return its result."""
         outcome: Outcome[T] = Outcome()
 
         def job() -> None:
             try:
                 result = function()
-            except BaseException as error:  # noqa: BLE001 - it is raised in the thread that waits
+            except BaseException as error:  # noqa: BLE001 - raised in the waiting thread
                 outcome.fail(error)
             else:
                 outcome.set(result)
@@ -173,9 +173,9 @@ class LoopThread:
         context: Context | None = None,
         outcome: Outcome[T] | None = None,
     ) -> T:
-        """What a coroutine returns that runs on the loop, in the context of this thread and with its state of torch.
+        """Run a coroutine on the loop, with this thread's context and torch modes, and return its result.
 
-        Interrupting the wait cancels it. ``outcome``, if given, is where its result is waited for.
+        Ctrl-C during the wait cancels the coroutine. ``outcome``, if given, is used to wait for the result.
         """
         outcome = Outcome() if outcome is None else outcome
         state = None if torchstate.is_pristine() else torchstate.capture()
@@ -193,7 +193,7 @@ class LoopThread:
         def start() -> None:
             try:
                 tasks.append(self.loop.create_task(make()))
-            except BaseException as error:  # noqa: BLE001 - it is raised in the thread that waits
+            except BaseException as error:  # noqa: BLE001 - raised in the waiting thread
                 outcome.fail(error)
             else:
                 tasks[0].add_done_callback(done)
@@ -216,7 +216,7 @@ class LoopThread:
             raise
 
     def stop(self) -> None:
-        """End the loop, and what is left on it. Not from a thread that the loop waits for."""
+        """End the loop and its remaining tasks. Not from a thread that the loop waits for."""
         if self._is_closed:
             return
         self._is_closed = True

@@ -32,16 +32,16 @@ REPLACED: Final = {
     "torch.distributed.optim.optimizer": "arpc.compat.optim",
     "torch.distributed.nn.api.remote_module": "arpc.compat.remote_module",
 }
-"""Modules of torch, and the module that replaces each. A package comes before what is in it."""
+"""Modules of torch, and the module that replaces each. A package comes before its submodules."""
 
 _NAMES: Final = {
     "torch.distributed.optim": ("arpc.compat.optim", ("DistributedOptimizer",)),
     "torch.distributed.nn": ("arpc.compat.remote_module", ("RemoteModule",)),
 }
-"""Packages of torch that offer names of such modules themselves."""
+"""Packages of torch that export names of such modules themselves."""
 
 _STALE: Final = ("torch.distributed.rpc", "torch.distributed.nn.jit", "_remote_module_non_scriptable")
-"""What was made of torch's own, and must not be found again."""
+"""Modules that were made from torch's own RPC, and must not be found again."""
 
 
 def is_installed() -> bool:
@@ -51,17 +51,17 @@ def is_installed() -> bool:
 
 
 def install() -> None:
-    """Let imports of torch's RPC find arpc in this process from now on. What was imported before stays as it is."""
+    """Make imports of torch's RPC find arpc in this process from now on. Names imported before stay as they are."""
     if is_installed():
         return
-    # so that importing another part of torch does not bring it back; a torch may have been built without it
+    # now, so that no other part of torch imports it later; torch may have been built without it
     with suppress(ImportError):
         importlib.import_module("torch.distributed.rpc")
     replacements = {name: importlib.import_module(replacement) for name, replacement in REPLACED.items()}
     for name in list(sys.modules):
         if any(name == stale or name.startswith(f"{stale}.") for stale in _STALE):
             del sys.modules[name]
-    hooks.install()  # before packages of torch are imported that find RPC from now on
+    hooks.install()  # before the import of torch's packages that find RPC from now on
     for name, module in replacements.items():
         _bind(name, module)
     sys.meta_path.insert(0, _Submodules("torch.distributed.rpc", "arpc.compat.rpc"))
@@ -72,7 +72,7 @@ def install() -> None:
 
 
 class _Submodules(MetaPathFinder, Loader):
-    """Finds the modules of one package under the name of another, each once: a copy would have a state of its own."""
+    """Finds the modules of one package under the name of another, without a copy, which would have its own state."""
 
     def __init__(self, package: str, replacement: str) -> None:
         self._prefix = f"{package}."
@@ -81,7 +81,7 @@ class _Submodules(MetaPathFinder, Loader):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None, /
     ) -> ModuleSpec | None:
-        """A spec for a submodule of the package, if the replacement has one of that name."""
+        """Return a spec for a submodule of the package, if the replacement has one of that name."""
         if not fullname.startswith(self._prefix):
             return None
         name = f"{self._replacement}.{fullname.removeprefix(self._prefix)}"
@@ -91,7 +91,7 @@ class _Submodules(MetaPathFinder, Loader):
         return ModuleSpec(fullname, self, loader_state=name, is_package=found.submodule_search_locations is not None)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType:
-        """The module itself, under its own name. The import system then takes it for a new one."""
+        """Return the module itself, under its own name. The import system then takes it for a new one."""
         return importlib.import_module(spec.loader_state)
 
     def exec_module(self, module: ModuleType) -> None:
@@ -100,7 +100,7 @@ class _Submodules(MetaPathFinder, Loader):
 
 
 def _bind(name: str, module: ModuleType) -> None:
-    """Let a name mean a module: to imports, and to whoever looks it up in its package."""
+    """Make a name refer to a module, in imports and as an attribute of its package."""
     sys.modules[name] = module
     package, _, leaf = name.rpartition(".")
     setattr(importlib.import_module(package), leaf, module)

@@ -1,4 +1,4 @@
-"""torch.distributed.nn, as far as it is about RPC."""
+"""The part of torch.distributed.nn that uses RPC."""
 
 from arpc.compat.remote_module import RemoteModule
 

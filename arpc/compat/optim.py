@@ -21,9 +21,9 @@ T = TypeVar("T")
 
 
 class DistributedOptimizer:
-    """Takes gradients of an autograd context to the owners of parameters, and makes their optimizers take a step.
+    """One optimizer per owner of parameters; `step` runs them all with the gradients of an autograd context.
 
-    `handle` is the same as an `arpc.optim.DistributedOptimizer`, which has state dicts and schedulers too.
+    `handle` is the underlying `arpc.optim.DistributedOptimizer`, which has state dicts and schedulers too.
     """
 
     def __init__(
@@ -38,7 +38,7 @@ class DistributedOptimizer:
         self.handle: AsyncOptimizer = self._run(make)
 
     def step(self, context_id: int) -> None:
-        """Let every owner make a step with the gradients of a context. Returns when all have."""
+        """Make every owner take a step with the gradients of a context. Returns when all have."""
         self._run(lambda: self.handle.step(context_id))
 
     def _run(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
@@ -46,7 +46,7 @@ class DistributedOptimizer:
         try:
             return self._drop_in.run(make)
         except WorkersFailedError as errors:
-            # torch raises that of one worker, too
+            # as in torch, the error of one worker is raised
             to = self._drop_in.peer(errors.failed[-1]).info
             raised = as_torch_error(errors.exceptions[-1], to, self._drop_in.agent.timeouts.default_s)
         raise raised

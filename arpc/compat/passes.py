@@ -1,6 +1,6 @@
-"""Backward passes for threads that block: what runs of one on this worker runs in the thread that waits for it.
+"""Backward passes for code that blocks: this worker's part of a pass runs in the thread that waits for it.
 
-So nodes and hooks find what belongs to that thread, its profiler for one, and may block and call on as they like.
+So nodes and hooks find the state of that thread, such as its profiler, and may block and make calls.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _NAME: Final = "torch::distributed::autograd::backward"
 
 
 class _ServingOutcome(Outcome[None]):
-    """The end of a pass. Whoever waits for it runs meanwhile what the pass gives them to run."""
+    """The outcome of a pass. The thread that waits for it meanwhile runs the functions of the pass."""
 
     __slots__ = ("_jobs", "_loop")
 
@@ -40,7 +40,7 @@ class _ServingOutcome(Outcome[None]):
         self._jobs: SimpleQueue[tuple[Callable[[], Any], asyncio.Future[Any]] | None] = SimpleQueue()
 
     def call(self, function: Callable[[], Any], /) -> asyncio.Future[Any]:
-        """A future of the loop for a function run in the thread that waits. Called on the loop."""
+        """Run a function in the waiting thread; return a future of the loop for its end. Called on the loop."""
         future: asyncio.Future[Any] = self._loop.create_future()
         self._jobs.put((function, future))
         return future
@@ -62,9 +62,9 @@ class _ServingOutcome(Outcome[None]):
     def _run(self, function: Callable[[], Any], future: asyncio.Future[Any]) -> None:
         try:
             function()
-        except Exception as error:  # noqa: BLE001 - it fails the pass, and so is raised here in the end
+        except Exception as error:  # noqa: BLE001 - it fails the pass, which raises it here in the end
             self._loop.call_soon_threadsafe(_settle, future, error)
-        except BaseException as error:  # whoever waits is interrupted, and not the loop
+        except BaseException as error:  # the waiting thread is interrupted, not the loop
             self._loop.call_soon_threadsafe(_settle, future, RuntimeError(f"interrupted by {error!r}"))
             raise
         else:
@@ -81,7 +81,7 @@ def _settle(future: asyncio.Future[Any], error: Exception | None) -> None:
 
 
 def run_pass(drop_in: DropIn, context_id: int, roots: Sequence[Tensor], retain_graph: bool) -> None:
-    """`arpc.autograd.backward`, raising in torch's words."""
+    """Run `arpc.autograd.backward`, and raise torch's errors."""
     if is_profiled():
         with torch.profiler.record_function(_NAME), _sends_shown(drop_in, context_id):
             _run_pass(drop_in, context_id, roots, retain_graph)
@@ -91,7 +91,7 @@ def run_pass(drop_in: DropIn, context_id: int, roots: Sequence[Tensor], retain_g
 
 @contextmanager
 def _sends_shown(drop_in: DropIn, context_id: int) -> Iterator[None]:
-    """A profile shows where gradients came in for what was sent. No node runs there, so it is told."""
+    """Record an event in the profile for each send that gradients came back to: no node runs there."""
     context = drop_in.worker.autograd.container.find(context_id)
     before = context.sends_used
     yield
@@ -110,7 +110,7 @@ def _run_pass(drop_in: DropIn, context_id: int, roots: Sequence[Tensor], retain_
 
 
 def run_pass_from(drop_in: DropIn, rref: RRef[Any], context_id: int, retain_graph: bool) -> None:
-    """`RRef.backward`, raising in torch's words."""
+    """Run `RRef.backward`, and raise torch's errors."""
 
     def start(service: AutogradService, outcome: _ServingOutcome) -> Coroutine[Any, Any, None]:
         return service.backward_from(rref, context_id, retain_graph, drop_in.agent.timeouts.default_s, outcome)
@@ -131,7 +131,7 @@ def _wait(drop_in: DropIn, start: Callable[[AutogradService, _ServingOutcome], C
 
 
 def _in_torchs_words(error: ArpcError, drop_in: DropIn) -> BaseException:
-    if isinstance(error, BackwardError):  # torch names every worker that it came by
+    if isinstance(error, BackwardError):  # torch names every worker that the error passed
         made = RuntimeError("".join(f"Error on Node {worker}: " for worker in error.path) + error.reason)
     elif isinstance(error, CallError) and not isinstance(error, RpcTimeoutError):
         made = RuntimeError(str(error))

@@ -1,4 +1,4 @@
-"""What torch's profiler and scripts that profile take from torch's RPC."""
+"""Functions of torch's RPC that torch's profiler and profiling scripts use."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ try:
 except ImportError:  # a torch that was built without its own RPC
 
     def set_profiler_node_id(default_node_id: int) -> Any:
-        """Do nothing: events of such a torch do not say on which worker they happened."""
+        """Do nothing: events of such a torch do not have the worker on which they happened."""
 
 
 class RemoteProfilerManager:
-    """Names the call that is made next in profiles; see `arpc.profiler.RemoteProfilerManager`."""
+    """Sets the name of the next call in profiles; see `arpc.profiler.RemoteProfilerManager`."""
 
     @staticmethod
     def set_current_profiling_key(key: str) -> None:
-        """Let the next call of this thread have that name."""
+        """Set the name of this thread's next call."""
         current.get_agent().drop_in.worker.profiler.remote.manager.set_current_key(key)

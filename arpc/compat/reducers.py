@@ -1,4 +1,4 @@
-"""DDP in graphs that lead to other workers: its hooks are part of a backward pass, once it is known who has them."""
+"""DDP in graphs that lead to other workers: backward passes run the hooks of its parameters."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from arpc.autograd.engine.accumulate_hooks import heed_accumulate_hooks
 
 __all__ = ["install"]
 
-# Torch ends a process group with the last who has it. If that is a reducer, it waits for the group's threads while it
-# has the interpreter lock, which these may need in order to end: so another has it, a little longer than the reducer.
+# Torch ends a process group with the last reference to it. If a reducer has that one, it waits for the group's threads
+# while it holds the GIL, which these may need in order to end: so this list has one too, a little longer.
 _outliving: Final[list[Any]] = []
 atexit.register(_outliving.clear)
 
 
 def install() -> None:
-    """Notice every reducer that DDP makes from now on."""
+    """Register the parameters of every reducer that DDP makes from now on."""
     plain: Any = getattr(dist, "Reducer", None)
     if plain is None or getattr(plain, "_is_noticed", False):
         return
 
     class Reducer(plain):  # type: ignore[misc]
-        """Torch's own, whose parameters are heeded by backward passes over several workers."""
+        """Torch's own reducer. Backward passes over several workers run the hooks of its parameters."""
 
         _is_noticed = True
 

@@ -1,4 +1,4 @@
-"""torch.distributed.nn, on arpc: a module on another worker, called from here. It runs where `arpc.nn` runs it."""
+"""torch.distributed.nn, on arpc: a module on another worker, called from here. `arpc.nn.owner` runs it there."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from arpc.nn import owner
 
 __all__ = ["RemoteModule"]
 
-# This is the skin of `arpc.nn.RemoteModule`, and the parts of it know each other
+# These classes and functions belong together, and use each other's private names
 # ruff: noqa: SLF001
 
 logger = logging.getLogger("arpc.compat")
@@ -53,7 +53,7 @@ def _create_module(
     device: str,
     is_scripted: bool,
 ) -> nn.Module:
-    """Make a module on the worker that is to have it."""
+    """Make a module on the worker that will own it."""
     module = module_cls(*args, **kwargs)
     if not isinstance(module, nn.Module):
         raise ValueError(  # noqa: TRY004 - what torch raises
@@ -64,11 +64,11 @@ def _create_module(
     return torchjit.script(module) if is_scripted else module
 
 
-# -- what a remote module has as methods of its own: they travel with it
+# -- methods of a remote module, which are sent with it
 
 
 def forward_async(self: _RemoteModule, *args: Any, **kwargs: Any) -> torch.futures.Future[Any]:
-    """Call the module; a future of the result."""
+    """Call the module; return a future of the result."""
     drop_in, peer = self._way()
     return call_async(drop_in, peer, owner.call_module, self._inputs(args, kwargs), None, -1.0, anchor=self)
 
@@ -103,7 +103,7 @@ class _RemoteModule(nn.Module):
     def init_from_module_rref(
         remote_device: str, module_rref: RRef[nn.Module], _module_interface_cls: Any = None
     ) -> RemoteModule:
-        """One for a module that somebody has an RRef to."""
+        """Make a remote module for a module that exists already, from an RRef to it."""
         made = RemoteModule.__new__(RemoteModule)
         nn.Module.__init__(made)
         made._address(remote_device)
@@ -126,7 +126,7 @@ class _RemoteModule(nn.Module):
     def _install_methods(self) -> None:
         for method in self.generated_methods:
             self.__dict__[method.__name__] = MethodType(method, self)
-        # RPC packs it in its own way, and nothing else does
+        # only RPC can pickle it
         _drop_in().agent.codec.pickler.add_reducer(RemoteModule, lambda module, _: _reduce(module))
 
     # -- calls
@@ -146,15 +146,15 @@ class _RemoteModule(nn.Module):
         return call(drop_in, peer, owner.do_with_module, arguments, None, -1.0)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """``forward``, and no hooks: there can be none."""
+        """Call ``forward``. There are no hooks, as none can be registered."""
         return self.forward(*args, **kwargs)
 
     def get_module_rref(self) -> RRef[nn.Module]:
-        """The RRef to the module."""
+        """Return the RRef to the module."""
         return self.module_rref
 
     def remote_parameters(self, recurse: bool = True) -> list[RRef[Parameter]]:
-        """RRefs to the parameters of the module, for a `DistributedOptimizer`."""
+        """Return RRefs to the parameters of the module, for a `DistributedOptimizer`."""
         return list(self._do(owner.parameter_rrefs, recurse).values())
 
     def train(self, mode: bool = True) -> _RemoteModule:
@@ -167,7 +167,7 @@ class _RemoteModule(nn.Module):
         return self.train(False)
 
     def parameters(self, recurse: bool = True) -> NoReturn:
-        """They are elsewhere."""
+        """Raise ValueError: the parameters are on another worker."""
         raise ValueError(
             "Method ``parameters`` not supported for RemoteModule. Please use ``remote_parameters`` instead."
         )
@@ -199,7 +199,7 @@ for _name in _NOT_HERE.split():
 
 
 class RemoteModule(_RemoteModule):
-    """See `_RemoteModule`; this one has no interface of TorchScript."""
+    """A `_RemoteModule` without a TorchScript interface."""
 
     def __init__(
         self,
@@ -222,7 +222,7 @@ def _reduce(module: RemoteModule) -> tuple[Any, ...]:
 
 
 def _received(*attributes: Any) -> RemoteModule:
-    """Another handle to the same module."""
+    """Make another handle to the same module."""
     made = RemoteModule.__new__(RemoteModule)
     made.__dict__.update(zip(_REMOTE_MODULE_PICKLED_ATTRIBUTES, attributes, strict=True))
     made._install_methods()

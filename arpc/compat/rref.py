@@ -26,7 +26,7 @@ from arpc.user_errors import fresh
 
 __all__ = ["SKIN", "RRef", "RRefProxy"]
 
-# This is the skin of `arpc.RRef`, and the parts of it know each other
+# These classes and functions belong together, and use each other's private names
 # ruff: noqa: SLF001
 
 T = TypeVar("T")
@@ -41,7 +41,7 @@ def _drop_in() -> DropIn:
 class RRef(Generic[T]):
     """A reference to a value on some worker, its owner. ``RRef(value)`` makes one to an object of this process.
 
-    Its methods block the thread that calls them; `handle` is the same as an `arpc.RRef`, for coroutines.
+    Its methods block the thread that calls them; `handle` is the underlying `arpc.RRef`, for coroutines.
     """
 
     def __init__(self, value: T, type_hint: Any = None) -> None:
@@ -60,7 +60,7 @@ class RRef(Generic[T]):
 
     @classmethod
     def of(cls, handle: Handle[T], drop_in: DropIn | None = None) -> RRef[T]:
-        """An RRef of arpc in the form that the code of this process knows."""
+        """Wrap an RRef of arpc in the class that the code of this process uses."""
         made = cls.__new__(cls)
         made.handle = handle
         made._prepare(drop_in)
@@ -68,15 +68,15 @@ class RRef(Generic[T]):
 
     @property
     def _drop_in(self) -> DropIn:
-        # Not looked for when it is unpacked: that is done on the loop, perhaps before this process is ready
+        # Not looked up when an RRef is unpacked: that is done on the loop, perhaps before there is an agent
         if self._known_drop_in is None:
             self._known_drop_in = _drop_in()
         return self._known_drop_in
 
-    # -- who and where
+    # -- the owner
 
     def owner(self) -> WorkerInfo:
-        """The worker that has the value."""
+        """Return the worker that has the value."""
         return WorkerInfo.of(self.handle.owner())
 
     def owner_name(self) -> str:
@@ -98,13 +98,13 @@ class RRef(Generic[T]):
     # -- the value
 
     def to_here(self, timeout: float = -1.0) -> T:
-        """A copy of the value, once it is there; on the owner, the value itself."""
+        """Return a copy of the value, once it exists; on the owner, the value itself."""
         refuse_loop_thread("await rref.handle.to_here()")
         self._refuse_if_over("call to_here() on it")
         return self._run(partial(self.handle.to_here, arpc_timeout(timeout)), timeout)
 
     def local_value(self) -> T:
-        """The value itself. On its owner only."""
+        """Return the value itself. Raises RuntimeError if this worker is not the owner."""
         if not self.is_owner():
             rref, fork = self.handle.ids()
             raise RuntimeError(
@@ -130,7 +130,7 @@ class RRef(Generic[T]):
         raise raised
 
     def _refuse_if_over(self, what: str) -> None:
-        """Raise if there is no worker any more for which this RRef is counted."""
+        """Raise RuntimeError if the value is on another worker and this one was shut down."""
         if not self.is_owner() and self._drop_in.worker.is_shut_down:
             rref, fork = self.handle.ids()
             raise RuntimeError(
@@ -140,21 +140,21 @@ class RRef(Generic[T]):
     # -- calls on the value
 
     def rpc_sync(self, timeout: float = -1.0) -> RRefProxy:
-        """``rref.rpc_sync().method(...)`` calls a method of the value, where it is."""
+        """``rref.rpc_sync().method(...)`` calls a method of the value on its owner, and returns the result."""
         return RRefProxy(self, RRef.rpc_sync, timeout)
 
     def rpc_async(self, timeout: float = -1.0) -> RRefProxy:
-        """``rref.rpc_async().method(...)`` starts a call of a method of the value: a future."""
+        """``rref.rpc_async().method(...)`` starts a call of a method of the value, and returns a future."""
         return RRefProxy(self, RRef.rpc_async, timeout)
 
     def remote(self, timeout: float = -1.0) -> RRefProxy:
-        """``rref.remote().method(...)`` is an RRef to what a method of the value returns."""
+        """``rref.remote().method(...)`` calls a method of the value, and returns an RRef to its result."""
         return RRefProxy(self, RRef.remote, timeout)
 
-    # -- what it is
+    # -- its type and creation
 
     def _get_type(self, timeout: float = -1.0, blocking: bool = True) -> Any:
-        """The type of the value, or a future of it. It is asked once."""
+        """Return the type of the value, or a future of it. The owner is asked once."""
         if self._type is None:
             self._type = self._ask_type(timeout)
         return self._type.wait() if blocking else self._type
@@ -164,7 +164,7 @@ class RRef(Generic[T]):
         return ask(self, timeout)
 
     def _get_future(self) -> torch.futures.Future[Any]:
-        """Done when the function that `remote` called has ended."""
+        """Return a future that is done when the function that `remote` called has ended."""
 
         def watch() -> torch.futures.Future[Any]:
             creation: Future[Any] | None = self.handle._get_future()
@@ -175,7 +175,7 @@ class RRef(Generic[T]):
         return self._drop_in.thread.call(watch)
 
     def _get_profiling_future(self) -> torch.futures.Future[Any]:
-        # arpc tells profiles of a creation before those who wait for it
+        # arpc reports a creation to profiles before it completes the future
         return self._get_future() if self._profiling_future is None else self._profiling_future
 
     def _set_profiling_future(self, future: torch.futures.Future[Any]) -> None:
@@ -184,7 +184,7 @@ class RRef(Generic[T]):
     # -- pickles
 
     def _serialize(self) -> NoReturn:
-        """An RRef is packed for one worker, which its owner then counts: there is no pickle for anybody."""
+        """Raise RuntimeError: an RRef is packed for one worker, and its owner counts it, so it has no other pickle."""
         self._check_creation()
         raise RuntimeError("Can not pickle rref in python pickler, rref can only be pickled when using RPC")
 
@@ -199,7 +199,7 @@ class RRef(Generic[T]):
 
 
 class RRefProxy:
-    """Calls methods of an RRef's value by their names, in the way of one of `rpc_sync`, `rpc_async` and `remote`."""
+    """Calls methods of an RRef's value by name, with one of `rpc_sync`, `rpc_async` and `remote`."""
 
     def __init__(self, rref: RRef[Any], rpc_api: Callable[..., Any], timeout: float = -1.0) -> None:
         self.rref = rref
@@ -216,7 +216,7 @@ def _arguments(rref: RRef[Any], name: str, args: tuple[Any, ...]) -> tuple[Any, 
 
 
 def _invoke_sync(rref: RRef[Any], name: str, timeout: float, /, *args: Any, **kwargs: Any) -> Any:
-    """Call a method, and wait for what it returns."""
+    """Call a method, wait for its result, and return it."""
     drop_in = rref._drop_in
     peer = drop_in.peer(address_of(rref.handle.owner()))
     called = rref.handle.name_of_method(name)
@@ -224,7 +224,7 @@ def _invoke_sync(rref: RRef[Any], name: str, timeout: float, /, *args: Any, **kw
 
 
 def _invoke_async(rref: RRef[Any], name: str, timeout: float, /, *args: Any, **kwargs: Any) -> Any:
-    """Start a call of a method; the future of its result."""
+    """Start a call of a method; return the future of its result."""
     drop_in = rref._drop_in
     peer = drop_in.peer(address_of(rref.handle.owner()))
     called = rref.handle.name_of_method(name)
@@ -233,9 +233,9 @@ def _invoke_async(rref: RRef[Any], name: str, timeout: float, /, *args: Any, **k
 
 
 def _invoke_remote(rref: RRef[Any], name: str, timeout: float, /, *args: Any, **kwargs: Any) -> RRef[Any]:
-    """Call a method whose result stays on the owner; an RRef to it."""
+    """Call a method whose result stays on the owner; return an RRef to it."""
     rref._check_creation()
-    getattr(rref._get_type(timeout), name)  # a name that is wrong is wrong here and now
+    getattr(rref._get_type(timeout), name)  # raises AttributeError at once for a wrong name
     context = rref._drop_in.thread.caller_context()
     made = context.run(rref.handle._remote_method, name, arpc_timeout(timeout), *args, **kwargs)
     return RRef.of(made, rref._drop_in)
@@ -249,7 +249,7 @@ _INVOKE: Final[dict[str, Callable[..., Any]]] = {
 
 
 def _sendable(rref: RRef[Any]) -> Handle[Any]:
-    """The handle that is packed in a call: not one of a value that may not exist."""
+    """Return the handle to pack in a call. Raises the creation error if the value may not exist."""
     failure = rref.handle.failure
     if isinstance(failure, RRefCreationError):
         raise fresh(failure)

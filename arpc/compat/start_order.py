@@ -22,19 +22,19 @@ _TIMEOUT: Final = timedelta(seconds=60)
 
 
 class StartOrder:
-    """Programs make what others call right after `init_rpc`, on rank 0 above all, and torch returns there first."""
+    """Makes `init_rpc` return on rank 0 first, as in torch: programs then define there what the other ranks call."""
 
     def __init__(self, store: Store, first: WorkerRecord) -> None:
         self._store = store
         self._first = first
-        # groups that follow each other in one store have other incarnations
+        # consecutive groups in one store have different incarnations
         self._key = f"arpc.compat/started/{first.incarnation}"
 
     def release(self, thread: LoopThread) -> None:
         """Let the other ranks return. Called by rank 0 as the last step before it returns itself.
 
-        The loop sends the message: its thread has to wait until this one, which goes on with the program, blocks or has
-        run for a while.
+        The loop sends the message: its thread runs only once this one, which goes on with the program, blocks or has
+        used up its turn at the GIL.
         """
         thread.submit(Context(), partial(self._send, thread.loop))
 
@@ -44,7 +44,7 @@ class StartOrder:
     def _set(self) -> None:
         try:
             self._store.set(self._key, "1")
-        except RuntimeError:  # the others then say that this worker did not start
+        except RuntimeError:  # the others then report that this one did not start
             logger.exception("cannot tell the other workers in the store that this one has started")
 
     def wait(self) -> None:

@@ -1,4 +1,4 @@
-"""WorkerInfo as torch has it: the same, but checked when it is made by hand."""
+"""WorkerInfo as in torch: arpc's own, but checked when it is made by hand."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["WorkerInfo"]
 
 
 class WorkerInfo(ids.WorkerInfo):
-    """Who a worker is."""
+    """The name and id of a worker."""
 
     __slots__ = ()
 
@@ -24,5 +24,5 @@ class WorkerInfo(ids.WorkerInfo):
 
     @classmethod
     def of(cls, info: ids.WorkerInfo) -> Self:
-        """One that arpc has made."""
+        """Convert a WorkerInfo of arpc, without checks."""
         return cls._make(info)

@@ -1,7 +1,7 @@
 """Groups of workers in processes: on this machine with `local`, over a Ray cluster with `ray`.
 
-``arpc launch`` is the same from a shell. Under torchrun, Slurm and Kubernetes nothing of this is needed: workers find
-their places in the environment, see `arpc.init_rpc`.
+``arpc launch`` does this from a shell. Under torchrun, Slurm and Kubernetes none of this is needed: workers read their
+name and rank from the environment, see `arpc.init_rpc`.
 """
 
 from arpc.launch.local_group import local

@@ -1,9 +1,9 @@
-"""What ``breakpoint()`` does in a worker that the launcher started: such a worker has no terminal to ask."""
+"""The handler of ``breakpoint()`` in workers that the launcher started: they have no terminal."""
 
 from __future__ import annotations
 
 import os
-import pdb  # noqa: T100 - for a worker that does have a terminal
+import pdb  # noqa: T100 - for a worker that has a terminal
 import sys
 from typing import Any
 
@@ -14,7 +14,7 @@ HOOK = "arpc.launch.breakpoints.explain"
 
 
 def explain(*args: Any, **kwargs: Any) -> None:
-    """Debug, where there is a terminal; anywhere else raise an error that says how it can be done."""
+    """Start the debugger if there is a terminal; otherwise raise a RuntimeError that lists the alternatives."""
     if sys.stdin is not None and sys.stdin.isatty():
         pdb.Pdb(*args, **kwargs).set_trace(sys._getframe(1))  # noqa: SLF001 - where breakpoint() was called
         return

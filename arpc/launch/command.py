@@ -1,4 +1,4 @@
-"""What ``arpc launch`` runs."""
+"""The ``arpc launch`` command."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ USAGE_STATUS: Final = 2
 
 
 def run(options: argparse.Namespace) -> int:
-    """Launches what was asked for; returns the exit status of the worker that failed first, or 0."""
+    """Launch the requested group. Return the exit status of the worker that failed first, or 0."""
     try:
         group: Group = options.workers if options.role is None else parse_roles(options.role)
         program: Program = Module(options.program) if options.module else options.program
@@ -48,7 +48,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _complain(error: Exception) -> None:
-    print(f"arpc launch: {error}", file=sys.stderr)  # noqa: T201 - it talks to a person
+    print(f"arpc launch: {error}", file=sys.stderr)  # noqa: T201 - a message for the user
 
 
 async def _launch_here(program: Program, group: Group, options: argparse.Namespace) -> int:
@@ -76,7 +76,7 @@ async def _launch_here(program: Program, group: Group, options: argparse.Namespa
 
 
 async def _launch_on_ray(program: Program, group: Group, options: argparse.Namespace) -> None:
-    """Ray brings the workers' output here by itself, with their names before it, the traceback of a failure too."""
+    """Launch on Ray, which forwards the workers' output to this process, prefixed with their names, tracebacks too."""
     await ray(
         program,
         options.arguments,

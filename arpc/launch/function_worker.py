@@ -1,4 +1,4 @@
-"""The process of a function that was launched: ``python -m arpc.launch.function_worker PACKAGE RESULT``."""
+"""The process of a launched function: ``python -m arpc.launch.function_worker PACKAGE RESULT``."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["main"]
 
 
 def main(package: str, result: str) -> None:
-    """Run the function and leave what it returns, whole or not at all."""
+    """Run the function and write its pickled result to the file ``result``, atomically."""
     returned = run_packed(Path(package).read_bytes(), run)
     unfinished = Path(f"{result}.unfinished")
     unfinished.write_bytes(cloudpickle.dumps(returned))

@@ -1,15 +1,15 @@
-"""The process that keeps the workers of one launch: their parent, so that none of them is ever left behind.
+"""The keeper: the parent process of the workers of one launch, so that none of them is ever left behind.
 
-It is run as a script by `arpc.launch.keeping`, imports the standard library only and so is up within milliseconds. It
-starts and signals workers as it is told over a socket, and tells when they end. When the socket closes, because the
-launcher is done or was killed by whatever means, it ends all that is left and then itself. On Linux it adopts orphans,
-so that "all" includes processes that workers started and that left their process groups; and should the keeper itself
-be killed, the kernel kills the workers.
+`arpc.launch.keeping` runs it as a script. It imports the standard library only and so is up within milliseconds. It
+receives orders to start and signal workers over a socket, and reports when they end. When the socket closes, because
+the launcher is done or was killed by whatever means, the keeper ends all remaining processes and then itself. On Linux
+it adopts orphans, so that these include processes that workers started and that left their process groups; and if the
+keeper itself is killed, the kernel kills the workers.
 
-If it is told to, it keeps a process from which workers are forked, see `arpc.launch.template`. That one is never
-relied on: when it dies, refuses, does nothing at all or takes too long, workers are started as if there were none.
+On request the keeper starts the template, a process from which workers are forked, see `arpc.launch.template`. It never
+depends on the template: if that dies, refuses, hangs or takes too long, workers are started as if there were none.
 
-Messages are lines of JSON, with file descriptors along with those that need them.
+Messages are lines of JSON, sent together with the file descriptors that they need.
 """
 
 from __future__ import annotations
@@ -34,24 +34,24 @@ from typing import Any
 PR_SET_PDEATHSIG = 1
 PR_SET_CHILD_SUBREAPER = 36
 LAST_WORDS_S = 3.0
-"""What workers get to end in good order when the launcher is gone, and strays when it is done."""
+"""Seconds from SIGTERM to SIGKILL for workers when the launcher is gone, and for stray processes when it is done."""
 STUCK_S = 30.0
-"""A process that SIGKILL does not end for so long is stuck in the kernel, and not waited for."""
+"""Seconds after which a process that SIGKILL did not end counts as stuck in the kernel, and is not waited for."""
 POLL_S = 0.01
 FORK_S = 300.0
-"""After so long workers do not wait any more for a process to be forked from: imports from a far disk take long."""
+"""Seconds after which workers stop waiting for the template: imports from a network disk take long."""
 ASK_S = 5.0
-"""A process to be forked from that does not read what it is asked for so long is stuck."""
+"""Seconds after which a template that does not read an order is stuck."""
 LOOK_S = 0.5
-"""Seconds between two looks at the process that forks workers, while workers wait for it."""
+"""Seconds between two checks of the template, while workers wait for it."""
 SILENT_LOOKS = 10
-"""After so many looks in a row that found it doing nothing, it is stuck."""
+"""The number of checks in a row without any activity after which the template is stuck."""
 STOPPED_LOOKS = 2
-"""After so many looks that found it stopped, by a signal or a debugger, it is given up."""
+"""The number of checks in a row after which a template that a signal or a debugger has stopped is given up."""
 KILL_S = 1.0
-"""How long it is waited for when it was killed: one that is stuck in the kernel may take for ever."""
+"""Seconds to wait for a template that was killed: one that is stuck in the kernel may never end."""
 SPARE_DESCRIPTORS = 32
-"""What the keeper itself needs, at most."""
+"""The most file descriptors that the keeper itself needs."""
 CANNOT_START = 127
 
 if sys.platform == "linux":
@@ -62,7 +62,7 @@ else:
 
 @dataclass
 class Start:
-    """A worker that is to be started."""
+    """A worker to start."""
 
     rank: int
     command: list[str]
@@ -71,10 +71,10 @@ class Start:
     session: bool
     stdin: int
     descriptors: list[int]
-    """Its stdout and stderr, and its stdin if that is its own: to be closed once it has them."""
+    """The worker's own stdin, if it has one, its stdout and its stderr: to be closed once the worker has them."""
     since: float = field(default_factory=time.monotonic)
     signals: list[int] = field(default_factory=list)
-    """What came for it while it was being forked."""
+    """The signals that arrived for the worker while it was being forked."""
 
     @property
     def streams(self) -> tuple[int, int, int]:
@@ -95,10 +95,10 @@ class Forked:
 
 
 class Keeper:
-    """Starts, signals and reaps. Workers are known by their ranks."""
+    """Starts, signals and reaps workers, which are identified by their ranks."""
 
     def __init__(self, control: socket.socket, directory: Path | None) -> None:
-        """``directory`` has files of the launcher, which are removed if it dies without having said that it is done."""
+        """``directory`` has files of the launcher, which are removed if the launcher dies before it sends "dismiss"."""
         self._control = control
         self._directory = directory
         self._received = b""
@@ -113,11 +113,11 @@ class Keeper:
         signal.set_wakeup_fd(wakeup_writer, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, lambda *_: None)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_IGN)  # the launcher decides when it is over
+            signal.signal(number, signal.SIG_IGN)  # the launcher decides when to end
         self._adopts = _prctl is not None and _prctl(PR_SET_CHILD_SUBREAPER, 1) == 0
 
     def run(self) -> None:
-        """Serve until the launcher hangs up."""
+        """Serve until the launcher closes the socket."""
         self._selector.register(self._control, selectors.EVENT_READ)
         self._selector.register(self._wakeup, selectors.EVENT_READ)
         while True:
@@ -136,7 +136,7 @@ class Keeper:
             self._look_at_template()
 
     def _hear(self) -> bool:
-        """Do what is asked for; False once nobody will ask any more."""
+        """Read and carry out orders; return False once the launcher has closed the socket."""
         try:
             data, descriptors, _, _ = socket.recv_fds(self._control, 1 << 16, 16)
         except OSError:
@@ -165,12 +165,12 @@ class Keeper:
 
     def _signal(self, rank: int, number: int) -> None:
         worker = self._workers.get(rank)
-        if worker is not None:  # it is not reaped yet, so the number is its own
-            with contextlib.suppress(PermissionError):  # it has become another user, or on macOS a zombie
+        if worker is not None:  # it is not reaped yet, so the pid is still its own
+            with contextlib.suppress(PermissionError):  # it runs as another user now, or on macOS is a zombie
                 try:
                     os.killpg(worker.pid, number)
                 except ProcessLookupError:
-                    os.kill(worker.pid, number)  # it has moved to another group
+                    os.kill(worker.pid, number)  # it has moved to another process group
         elif self._template is not None:
             forking = self._template.forking
             if forking is not None and forking.rank == rank:
@@ -180,7 +180,7 @@ class Keeper:
                 self._never_started(start, number)
 
     def _never_started(self, start: Start, number: int) -> None:
-        """A worker that waits for its turn has ended by a signal, as it would have while it imported."""
+        """Report a worker that waits for its turn as ended by a signal, as if it had come during the imports."""
         start.close()
         self._tell({"exited": start.rank, "code": -number})
 
@@ -206,7 +206,7 @@ class Keeper:
     def _execute(self, start: Start) -> None:
         stdin, stdout, stderr = start.streams
         try:
-            worker = subprocess.Popen(  # noqa: S603 - it is there to run what it is told
+            worker = subprocess.Popen(  # noqa: S603 - to run commands is its purpose
                 start.command,
                 stdin=stdin,
                 stdout=stdout,
@@ -229,14 +229,14 @@ class Keeper:
     # -- the template --------------------------------------------------------------------------------------------------
 
     def _warm(self, command: list[str], environment: dict[str, str | None]) -> None:
-        """Start the process that workers are forked from. They wait for it, but not for long."""
+        """Start the template. Workers wait for it, for `FORK_S` at most."""
         if not self._adopts or self._template is not None:
             return
         ours, theirs = socket.socketpair()
         merged = _merged(environment)
-        said = os.memfd_create("stderr")  # workers say it again, as they would if they imported themselves
+        said = os.memfd_create("stderr")  # each worker repeats it, as if it had done the imports itself
         try:
-            process = subprocess.Popen(  # noqa: S603 - it is there to run what it is told
+            process = subprocess.Popen(  # noqa: S603 - to run commands is its purpose
                 [str(theirs.fileno()) if part == "{descriptor}" else part for part in command],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -296,21 +296,21 @@ class Keeper:
         self._fork_next()
 
     def _adopt(self, start: Start, pid: int, template: Template) -> None:
-        """The worker is known: it may run."""
+        """Record and report a forked worker, and let it run."""
         start.close()
         self._workers[start.rank] = Forked(pid)
         self._tell({"started": start.rank, "pid": pid})
         early = template.early.get(pid)
-        if early is not None:  # and so reaped: the number may be another's by now
+        if early is not None:  # and is reaped: its pid may be another process's by now
             self._exited(start.rank, early)
             return
         for number in start.signals:
             self._signal(start.rank, number)
-        with contextlib.suppress(BrokenPipeError):  # somebody was quick to kill it
+        with contextlib.suppress(BrokenPipeError):  # the worker has been killed already
             os.write(template.permit, b".")
 
     def _lose_template(self, *, start_others: bool = True) -> None:
-        """Do without the template from now on. Whom it was about to fork is not permitted to run, and executed."""
+        """Give the template up. A worker that it is about to fork is not permitted to run, and is executed instead."""
         template, self._template = self._template, None
         if template is None:
             return
@@ -318,7 +318,7 @@ class Keeper:
         template.line.close()
         template.process.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            template.process.wait(KILL_S)  # it can do nothing any more, and is reaped when it ends
+            template.process.wait(KILL_S)  # else `_reap` reaps it when it ends
         starts = list(template.waiting)
         if template.forking is not None:
             os.close(template.permit)
@@ -330,12 +330,12 @@ class Keeper:
                 self._execute(start)
 
     def _patience_s(self) -> float | None:
-        """How long to wait for news before the template is looked at again, if workers wait for it."""
+        """Return the seconds until the next check of the template, or None if no worker waits for it."""
         template = self._template
         return None if template is None or not (template.waiting or template.forking) else LOOK_S
 
     def _look_at_template(self) -> None:
-        """Give the template up if it does nothing while workers wait for it, or does it for too long."""
+        """Give the template up if it does nothing while workers wait for it, or takes too long."""
         template = self._template
         if template is None or not (template.waiting or template.forking):
             return
@@ -367,7 +367,7 @@ class Keeper:
 
     def _exited(self, rank: int, status: int) -> None:
         worker = self._workers.pop(rank)
-        worker.returncode = os.waitstatus_to_exitcode(status)  # or Popen would look for the process itself
+        worker.returncode = os.waitstatus_to_exitcode(status)  # or Popen would wait for the process itself
         self._tell({"exited": rank, "code": worker.returncode})
 
     def _reaped_stranger(self, pid: int, status: int) -> None:
@@ -375,14 +375,14 @@ class Keeper:
         if template is None:
             return
         if pid == template.process.pid:
-            template.process.returncode = os.waitstatus_to_exitcode(status)  # its line tells the rest
+            template.process.returncode = os.waitstatus_to_exitcode(status)  # the end of its socket does the rest
         elif template.forking is not None:
-            template.early[pid] = status  # a worker may end before the template has told of it
+            template.early[pid] = status  # a worker may end before the template has reported it
 
     def end_all(self) -> None:
-        """Ask all processes that are left to end, and after a while make them. The template stays for others."""
+        """Ask all remaining processes to end, and kill them after a while. An idle template is kept."""
         if self._template is not None and (self._template.forking or self._template.waiting):
-            self._lose_template(start_others=False)  # or it would fork one more behind our back
+            self._lose_template(start_others=False)  # or it might fork one more worker meanwhile
         deadline = time.monotonic() + LAST_WORDS_S
         asked: set[int] = set()
         while found := set(self._everyone()):
@@ -397,7 +397,7 @@ class Keeper:
             time.sleep(POLL_S)
 
     def _everyone(self) -> Iterator[int]:
-        """All processes that descend from this one but for the template. Without /proc, the workers alone."""
+        """Yield the pids of all descendants of this process except the template. Without /proc, of the workers only."""
         self._reap()
         if _prctl is None:
             yield from (worker.pid for worker in self._workers.values())
@@ -427,12 +427,12 @@ class Keeper:
                 self._directory.rmdir()
 
     def _tell(self, news: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # the launcher is gone: reading will tell as well
+        with contextlib.suppress(OSError):  # the launcher is gone: reading the socket reports it
             self._control.sendall(json.dumps(news).encode() + b"\n")
 
 
 class Template:
-    """The keeper's end of the process that workers are forked from. It is asked for one worker at a time."""
+    """The keeper's end of the process that workers are forked from. It forks one worker at a time."""
 
     def __init__(self, process: subprocess.Popen[bytes], line: socket.socket, environment: dict[str, str]) -> None:
         self.process = process
@@ -443,13 +443,13 @@ class Template:
         self.waiting: deque[Start] = deque()
         self.forking: Start | None = None
         self.permit = -1
-        """A byte written there lets the worker that is being forked run; closing it, end."""
+        """The write end of a pipe: a byte lets the worker that is being forked run; closing the pipe makes it exit."""
         self.early: dict[int, int] = {}
-        """How unknown processes ended while a worker was being forked, by their ids."""
+        """The wait statuses of unknown processes that ended while a worker was being forked, by pid."""
         self._environment = environment
 
     def has_room_for(self, start: Start) -> bool:
-        """Whether one more may wait: each keeps descriptors, and without any the keeper could do nothing else."""
+        """Whether one more worker may wait: each keeps descriptors open, and the keeper must not run out of them."""
         kept = sum(len(waiting.descriptors) for waiting in (*self.waiting, start))
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return limit == resource.RLIM_INFINITY or kept + SPARE_DESCRIPTORS <= limit
@@ -469,9 +469,9 @@ class Template:
 
 
 class Pulse:
-    """Whether a process does anything: uses a CPU, reads, or waits for a disk. One that only sleeps may be stuck.
+    """Checks whether a process does anything: uses a CPU, reads, or waits for a disk. One that only sleeps may hang.
 
-    Looks are counted, and not time, which also passes while this process itself is stopped.
+    It counts checks instead of time, which also passes while this process itself is stopped.
     """
 
     def __init__(self, pid: int) -> None:
@@ -481,7 +481,7 @@ class Pulse:
         self._looked_at = 0.0
 
     def problem(self, now: float) -> str:
-        """Look, if it is time to, and say what is wrong: nothing, if it is well or has ended."""
+        """Check the process, if a check is due. Return the problem; empty if it is well or has ended."""
         if now < self._looked_at + LOOK_S:
             return ""
         self._looked_at = now
@@ -490,7 +490,7 @@ class Pulse:
             state, *numbers = (self._directory / "stat").read_bytes().rpartition(b")")[2].split()
             read = (self._directory / "io").read_bytes().split()[1]
         except (OSError, IndexError):
-            return ""  # it has ended, which its line tells, or it is not to be seen
+            return ""  # it has ended, which its socket reports, or is not visible
         faults_and_times = (numbers[6], numbers[8], numbers[10], numbers[11])
         seen = (*faults_and_times, read)
         is_stopped = state in b"Tt"
@@ -504,18 +504,18 @@ class Pulse:
 
 
 def _merged(environment: dict[str, str | None]) -> dict[str, str]:
-    """This process's environment with these changes; None removes."""
+    """Return this process's environment with these changes; None removes a variable."""
     return {name: value for name, value in {**os.environ, **environment}.items() if value is not None}
 
 
 def _prepare_worker() -> None:
-    """In the worker, before it becomes one."""
+    """Reset signal handlers, and die with the keeper. Runs in the child before it executes the worker's command."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     if _prctl is not None:
         keeper = os.getppid()
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != keeper:  # it died before it could take this one along
+        if os.getppid() != keeper:  # the keeper died before the prctl
             os._exit(CANNOT_START)
 
 

@@ -1,4 +1,4 @@
-"""The launcher's end of the keeper: start workers, signal them, hear of their ends."""
+"""The launcher's end of the keeper: starts workers, signals them and receives their exit codes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SCRIPT: Final = Path(__file__).with_name("keeper.py")
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A worker runs."""
+    """A worker was started."""
 
     rank: int
     pid: int
@@ -32,7 +32,7 @@ class Started:
 
 @dataclass(frozen=True, slots=True)
 class Exited:
-    """A worker has ended, or could not be started: then there is a `problem`."""
+    """A worker has ended, or could not be started: then `problem` says why."""
 
     rank: int
     exit_code: int
@@ -41,12 +41,12 @@ class Exited:
 
 @dataclass(frozen=True, slots=True)
 class KeeperLost:
-    """Somebody killed the keeper, and with it the workers."""
+    """The keeper was killed, and with it the workers."""
 
 
 @dataclass(frozen=True, slots=True)
 class NotForked:
-    """From now on workers are started by themselves, and not forked, because of a problem."""
+    """From now on each worker starts its own interpreter instead of being forked, because of a problem."""
 
     problem: str
 
@@ -55,7 +55,7 @@ News: TypeAlias = Started | Exited | KeeperLost | NotForked
 
 
 class Keeper:
-    """The parent of the workers, a process of its own. `open` it, and `aclose` it: then nobody is left."""
+    """The parent of the workers, a process of its own. `open` starts it; after `aclose` no process is left."""
 
     def __init__(
         self, process: asyncio.subprocess.Process, control: socket.socket, listener: Callable[[News], None]
@@ -66,16 +66,17 @@ class Keeper:
         self._ended = asyncio.Event()
         self._ordering = asyncio.Lock()
         self._sending: asyncio.Task[None] | None = None
-        """What holds the lock until all of an order is sent. `aclose` gives one more, and so waits for it."""
+        """The task that holds the lock until an order is sent. `aclose` sends one more order, and so waits for it."""
         self._template_environment: Mapping[str, str | None] | None = None
         self._pids: dict[int, int] = {}
         self._reading = asyncio.create_task(self._read(), name="arpc-launch-keeper")
 
     @classmethod
     async def open(cls, listener: Callable[[News], None], directory: Path | None = None) -> Self:
-        """Start a keeper. The listener is called with what happens; after `KeeperLost` nothing will.
+        """Start a keeper. The listener is called with each event; `KeeperLost` is the last one.
 
-        The keeper removes the directory, in which are only files, if this process dies before it could `aclose`.
+        The keeper removes the directory, which may contain only files, if this process dies before `aclose`.
+        Raises `ConfigurationError` on a system without unix sockets.
         """
         if not hasattr(socket, "send_fds"):
             raise ConfigurationError(
@@ -92,7 +93,7 @@ class Keeper:
                 *([] if directory is None else [str(directory)]),
                 pass_fds=(theirs.fileno(),),
                 stdin=asyncio.subprocess.DEVNULL,
-                start_new_session=True,  # the terminal's Ctrl-C is for the launcher, which decides what it means
+                start_new_session=True,  # Ctrl-C is for the launcher, which decides what to do
             )
         except BaseException:
             ours.close()
@@ -103,10 +104,10 @@ class Keeper:
         return cls(process, ours, listener)
 
     async def warm(self, command: Sequence[str], environment: Mapping[str, str | None]) -> None:
-        """From now on fork workers, where that makes no difference to them, from a process that has imported torch.
+        """From now on fork workers from a process that has imported torch, where that makes no difference to them.
 
-        The command and the environment are those of a worker, and workers may differ in what `arpc launch` sets for
-        each. If they cannot be forked, this does nothing.
+        The command and the environment are those of a worker; workers may differ in the variables that `arpc launch`
+        sets for each. If they cannot be forked, this does nothing.
         """
         shared = shared_environment(environment)
         if can_fork() and makes_no_difference(command, environment, shared):
@@ -125,9 +126,9 @@ class Keeper:
         session: bool = False,
         fork: bool = True,
     ) -> None:
-        """Start a worker. The descriptors, for its stdout, stderr and perhaps stdin, are the caller's to close.
+        """Start a worker. The caller closes the descriptors for its stdout, its stderr and perhaps its stdin.
 
-        It leads a process group, or a ``session``. Unless ``fork`` forbids it, it may be forked, see `warm`.
+        The worker leads a process group, or a ``session``. It may be forked, see `warm`, unless ``fork`` is False.
         """
         shared = self._template_environment
         order = {
@@ -149,15 +150,15 @@ class Keeper:
         await self._order({"signal": int(number), "ranks": list(ranks)})
 
     async def end_all(self) -> None:
-        """End every process that workers have left behind. Returns when there is none."""
+        """End every process that workers have left behind. Returns when none is left."""
         if self._reading.done():
-            return  # the keeper is no more, nor is anybody whom it kept
+            return  # the keeper is gone, and so are its processes
         self._ended.clear()
         await self._order({"end": True})
         await self._ended.wait()
 
     async def aclose(self) -> None:
-        """End all there is, the keeper last. Being cancelled meanwhile is put off: it takes moments."""
+        """End all processes, the keeper last. A cancellation takes effect afterwards: closing takes moments."""
         closing = asyncio.ensure_future(self._close())
         cancelled: asyncio.CancelledError | None = None
         while not closing.done():
@@ -173,24 +174,24 @@ class Keeper:
         self._reading.cancel()
         await asyncio.wait([self._reading])
         await self._order({"dismiss": True})
-        self._control.close()  # not before: the loop still watched it
+        self._control.close()  # not earlier: the loop was still watching it
         await self._process.wait()
 
     async def _order(self, order: Mapping[str, object], descriptors: tuple[int, ...] = ()) -> None:
         data = json.dumps(order).encode() + b"\n"
-        await self._ordering.acquire()  # an order is sent in parts
+        await self._ordering.acquire()  # an order is sent in several parts
         try:
             if descriptors:
-                # descriptors go with the first byte, which is sent apart: a full socket needs no second attempt
+                # the descriptors go with the first byte, sent separately: a full socket needs no second attempt
                 await self._writable()
                 socket.send_fds(self._control, [data[:1]], descriptors)
                 data = data[1:]
         except BaseException as error:
             self._ordering.release()
             if isinstance(error, OSError):
-                return  # the keeper is no more, and `_read` says so
+                return  # the keeper is gone, and `_read` reports it
             raise
-        # Who is cancelled from here on has given the order all the same: half of one would spoil the next
+        # A cancellation from here on does not stop the order: half an order would corrupt the next one
         self._sending = asyncio.create_task(self._send(data))
         await asyncio.shield(self._sending)
 
@@ -219,7 +220,7 @@ class Keeper:
                 for line in lines:
                     self._hear(json.loads(line))
         for pid in self._pids.values():
-            # the kernel has killed the workers along with their keeper; what they had started it has not
+            # the kernel has killed the workers along with the keeper, but not the processes that they started
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
         self._pids.clear()

@@ -1,4 +1,4 @@
-"""The life of a group of processes, decided without any: events in, decisions out.
+"""The life cycle of a group of processes, as a state machine without I/O: events in, decisions out.
 
 ::
 
@@ -7,8 +7,8 @@
        |                                                 `-----'  the other fails too, or time is up
        `------- all exited with 0 ---> ENDED
 
-When one worker dies, others that had calls under way there die of that, and may well be quicker. `WAITING` gives the
-one that was first a moment to be heard of: it is the one whose traceback helps.
+When one worker dies, others that had calls in flight to it fail because of that, and may exit earlier. `WAITING` gives
+the worker that failed first a moment to be reported: its traceback is the one that helps.
 
 In an elastic group a worker that fails is started again by itself, and the others go on: the group stays `RUNNING`
 until no restart is left.
@@ -38,16 +38,16 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """The end of a worker that ended the group."""
+    """The failure of a worker that ended the group."""
 
     rank: int
     exit_code: int
-    """As Python has it: negative for a signal."""
+    """The exit code as in `subprocess`: negative for a signal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How it all ended: well, by the failure of a worker, or because somebody wanted it to."""
+    """The end of a group: a success, the failure of a worker, or an interruption."""
 
     failure: Failure | None = None
     interrupted_by: signal.Signals | None = None
@@ -62,14 +62,14 @@ class Outcome:
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Start all workers, to meet at a place of their own."""
+    """Start all workers, with a new meeting place."""
 
     incarnation: int
 
 
 @dataclass(frozen=True, slots=True)
 class Restart:
-    """Start this worker of an elastic group again, to meet the others where they are."""
+    """Start this worker of an elastic group again; it joins the others at their meeting place."""
 
     failure: Failure
     incarnation: int
@@ -77,21 +77,21 @@ class Restart:
 
 @dataclass(frozen=True, slots=True)
 class Terminate:
-    """Ask these workers to end."""
+    """Ask these workers to end (SIGTERM)."""
 
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Kill:
-    """End these workers."""
+    """Kill these workers (SIGKILL)."""
 
     ranks: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """Call `GroupLife.time_is_up` with this number in so many seconds. An earlier alarm does not count any more."""
+    """Call `GroupLife.time_is_up` with this number in so many seconds. This replaces any earlier alarm."""
 
     number: int
     after_s: float
@@ -99,7 +99,7 @@ class Arm:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """Nobody is left and nobody will be started."""
+    """No worker is left and none will be started."""
 
     outcome: Outcome
 
@@ -116,7 +116,7 @@ class _Phase(enum.Enum):
 
 
 class GroupLife:
-    """Decides what becomes of a group. Whoever calls it carries out what it returns, in that order."""
+    """Decides what happens to a group. The caller carries out the returned decisions, in that order."""
 
     def __init__(
         self,
@@ -128,12 +128,12 @@ class GroupLife:
         is_elastic: bool = False,
     ) -> None:
         self.incarnation = 0
-        """How often the group, or a worker of an elastic one, was started again."""
+        """The number of restarts of the group, or of workers of an elastic group."""
         self.alive: set[int] = set()
         self.failure: Failure | None = None
+        """The failure that ends, or has ended, this incarnation; None if there is none yet."""
         self.restarted_for: Failure | None = None
-        """Why the group was started again, the last time."""
-        """The one that ends, or has ended, this incarnation."""
+        """The failure that caused the last restart of the group."""
         self._size = size
         self._max_restarts = max_restarts
         self._grace_s = grace_s
@@ -152,7 +152,7 @@ class GroupLife:
         return self._begin()
 
     def exited(self, rank: int, exit_code: int, *, lost_another: bool = False) -> list[Decision]:
-        """A worker has ended; `lost_another` if it seems to have done so because another did."""
+        """Handle the end of a worker; ``lost_another`` if it seems to have failed because another worker did."""
         if rank not in self.alive:
             return []
         may_restart = self._is_elastic and self._phase is _Phase.RUNNING and self.incarnation < self._max_restarts
@@ -175,7 +175,7 @@ class GroupLife:
         return decisions
 
     def interrupted(self, by: signal.Signals) -> list[Decision]:
-        """Somebody wants all of it to end. Who says so twice does not want to wait."""
+        """Handle a signal to end the group. The second signal kills the workers at once."""
         if self._phase is _Phase.ENDED:
             return []
         again = self._interrupted_by is not None
@@ -187,7 +187,7 @@ class GroupLife:
         return self._end_the_rest()
 
     def time_is_up(self, number: int) -> list[Decision]:
-        """The alarm of that number went off."""
+        """Handle the alarm with that number."""
         if number != self._alarm or not self.alive:
             return []
         if self._phase is _Phase.WAITING:
@@ -225,7 +225,7 @@ class GroupLife:
 
 
 def describe_exit(exit_code: int) -> str:
-    """Words for how a process ended.
+    """Describe how a process ended.
 
     >>> describe_exit(3), describe_exit(-9)
     ('ended with exit code 3', 'was killed by SIGKILL')
@@ -237,7 +237,7 @@ def describe_exit(exit_code: int) -> str:
 
 
 def exit_status(exit_code: int) -> int:
-    """What a shell calls the exit code of a process.
+    """Return the exit status that a shell reports for this exit code of a process.
 
     >>> exit_status(3), exit_status(-15)
     (3, 143)

@@ -40,9 +40,9 @@ __all__ = ["LocalGroup", "Settings", "local"]
 R = TypeVar("R")
 
 DRAIN_S: Final = 1.0
-"""How long to wait for what a worker wrote before it ended. Processes that it started may keep its output open."""
+"""Seconds to wait for the last output of a worker that has ended. Processes that it started may keep it open."""
 LAST_DRAIN_S: Final = 30.0
-"""How long to wait for output once all processes have ended: only one stuck in the kernel can keep it open then."""
+"""Seconds to wait for output once all processes have ended: only one stuck in the kernel can keep it open then."""
 STATUS_S: Final = 1.0
 ANNOUNCE_S: Final = 0.1
 READ_BYTES: Final = 1 << 16
@@ -50,7 +50,7 @@ READ_BYTES: Final = 1 << 16
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """How a group is run."""
+    """The settings of a group."""
 
     max_restarts: int = 0
     grace_s: float = 10.0
@@ -79,7 +79,7 @@ class _Interrupted:
 
 @dataclass(frozen=True, slots=True)
 class _NotServed:
-    """There is no store, so the workers will never meet."""
+    """The store could not be served, so the workers will never meet."""
 
     reason: Exception
 
@@ -88,7 +88,7 @@ _Event: TypeAlias = News | _TimeIsUp | _Interrupted | _NotServed
 
 
 class LocalGroup:
-    """Carries out what `GroupLife` decides: one launch, from its start to its end."""
+    """Carries out the decisions of `GroupLife`: one launch, from its start to its end."""
 
     def __init__(
         self,
@@ -121,11 +121,11 @@ class LocalGroup:
         self._secret_file = None if has_secret else write_secret(directory)
 
     def interrupt(self, by: signal.Signals) -> None:
-        """End the group; at once if this is the second time."""
+        """End the group; at once if this is the second call."""
         self._events.put_nowait(_Interrupted(by))
 
     async def run(self) -> Outcome:
-        """Run the group to its end. However this ends, no process is left; being cancelled interrupts the group."""
+        """Run the group to its end. No process is left, even after an error; a cancellation interrupts the group."""
         running = asyncio.create_task(self._run())
         cancelled: asyncio.CancelledError | None = None
         while not running.done():
@@ -243,7 +243,7 @@ class LocalGroup:
 
     def _environment(self, slot: Slot, incarnation: int) -> dict[str, str]:
         server = self._server
-        assert server is not None  # workers are started once there is a place to meet
+        assert server is not None  # `_start` opens the store before it starts workers
         meeting = Meeting(server.host, server.port, incarnation, self._settings.max_restarts, self._secret_file)
         environment = {
             **extend_path(os.environ),
@@ -260,11 +260,11 @@ class LocalGroup:
     async def _serve(self, server: StoreServer) -> None:
         try:
             await server.serve()
-        except Exception as error:  # noqa: BLE001 - torch has many, and each of them ends the launch
+        except Exception as error:  # noqa: BLE001 - torch raises many, and each of them ends the launch
             self._events.put_nowait(_NotServed(error))
 
     async def _pump(self, descriptor: int, rank: int, stream: Stream) -> None:
-        """Show what a worker writes, until nobody can write there any more."""
+        """Show the output of a worker, until no process can write to it any more."""
         splitter = LineSplitter()
         tail = self.tails[rank]
 
@@ -273,7 +273,7 @@ class LocalGroup:
                 tail.add(line)
             self._screen.line(rank, stream, line)
             if self._screen.is_closed and not self._is_unread:
-                self._is_unread = True  # saying it twice would mean not to wait
+                self._is_unread = True  # a second interrupt would kill at once
                 self.interrupt(signal.SIGPIPE)
 
         async with reading(descriptor) as reader:
@@ -286,7 +286,7 @@ class LocalGroup:
             show(line)
 
     async def _close_incarnation(self) -> None:
-        """All workers have ended: wait for the last that they wrote, and close the store."""
+        """After all workers have ended, wait for their last output, and close the store."""
         pumps = [pump for pumps in self._pumps.values() for pump in pumps]
         self._pumps.clear()
         if pumps:
@@ -324,15 +324,15 @@ class LocalGroup:
             await asyncio.sleep(STATUS_S)
 
     async def _announce(self) -> None:
-        """Say where the dashboard is, once it is there."""
+        """Print the address of the dashboard once it accepts connections."""
         http = self._settings.http
         if http is not None:
-            while not await answers(http):  # noqa: ASYNC110 - it is another process that comes up
+            while not await answers(http):  # noqa: ASYNC110 - another process starts to listen
                 await asyncio.sleep(ANNOUNCE_S)
             self._screen.say(f"dashboard: http://{http}")
 
     def failure_of(self, outcome: Outcome) -> LaunchError:
-        """What to raise, or to say, about an outcome that is no success."""
+        """Return the error to raise, or to print, for an outcome that is no success."""
         if outcome.failure is None:
             assert outcome.interrupted_by is not None
             return LaunchError(f"the group was ended by {outcome.interrupted_by.name}")
@@ -423,11 +423,11 @@ async def local(  # noqa: PLR0913 - a launch has many settings, all of them give
     ``fork=False`` for scripts that set variables which torch reads while it is imported.
 
     The first worker that fails ends the group: the others get SIGTERM, and SIGKILL after ``grace_s`` seconds. Then the
-    group is started again, up to ``max_restarts`` times, with a new place to meet. After the last restart `LaunchError`
+    group is started again, up to ``max_restarts`` times, with a new meeting place. After the last restart `LaunchError`
     is raised, which has that worker's traceback. With ``elastic``, for programs that join by
     ``init_rpc(world_size=None)``, the worker that failed is started again by itself while the others go on. Cancelling
-    ends the group in the same way. When this returns or raises, no process is left, nor any that the workers have
-    started.
+    ends the group in the same way. When this returns or raises, no worker is left, nor any process that the workers
+    have started.
     """
     slots = as_group(workers)
     settings = Settings(max_restarts, grace_s, environment or {}, http, fork, elastic)

@@ -1,4 +1,4 @@
-"""Where a local group meets: a store that the launcher serves, a secret that only this user can read, a dashboard."""
+"""The meeting place of a local group: a store served by the launcher, a secret file, the dashboard's address."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ LOOPBACK: Final = "127.0.0.1"
 
 
 class StoreServer:
-    """A torch store on a port that the system chose. The port is taken from the start, so nobody else gets it.
+    """A torch store on a port that the system chose. The port is bound from the start, so no other process gets it.
 
-    The workers can be started before `serve`, which has to import torch as they do: who connects meanwhile waits in
-    the socket's queue.
+    The workers can be started before `serve`, which has to import torch as they do: their connections wait in the
+    socket's backlog meanwhile.
     """
 
     def __init__(self, host: str = LOOPBACK) -> None:
@@ -36,7 +36,7 @@ class StoreServer:
         await asyncio.to_thread(self.serve_blocking)
 
     def serve_blocking(self) -> None:
-        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch says no __all__
+        from torch.distributed import TCPStore  # type: ignore[attr-defined]  # torch defines no __all__
 
         listener, self._listener = self._listener, None
         assert listener is not None
@@ -50,7 +50,7 @@ class StoreServer:
         )
 
     async def aclose(self) -> None:
-        """Serve no longer. The workers have ended, or will find that out."""
+        """Stop serving. Workers that have not ended yet lose their connection to the store."""
         if self._listener is not None:
             self._listener.close()
         await asyncio.to_thread(self._drop)  # joins a thread of torch's
@@ -60,7 +60,7 @@ class StoreServer:
 
 
 def write_secret(directory: Path) -> Path:
-    """A fresh secret, in a file that nobody else can read. Command lines and environments can be read by others."""
+    """Write a new secret to a file that only this user can read. Others may read command lines and environments."""
     path = directory / "secret"
     path.touch(mode=0o600, exist_ok=False)
     path.write_text(secrets.token_hex(32))
@@ -68,9 +68,9 @@ def write_secret(directory: Path) -> Path:
 
 
 def choose_http(wish: str) -> str:
-    """Where the dashboard shall be: a free address of this machine, the wanted one if there is a wish.
+    """Return the address for the dashboard: ``wish``, or if that is empty a free address of this machine.
 
-    Another worker of this machine may have the usual port; one that was asked for must be free.
+    Without a wish, another port is taken if the usual one is in use. Raises `ConfigurationError` if the wished one is.
     """
     host, _, port = wish.rpartition(":")
     if wish and not (host and port.isdecimal()):
@@ -87,7 +87,7 @@ def choose_http(wish: str) -> str:
 
 
 async def answers(address: str) -> bool:
-    """Whether somebody listens at ``host:port``."""
+    """Whether a server accepts connections at ``host:port``."""
     host, _, port = address.rpartition(":")
     try:
         _, writer = await asyncio.open_connection(LOOPBACK if host == "0.0.0.0" else host.strip("[]"), int(port))  # noqa: S104

@@ -1,4 +1,4 @@
-"""What workers print: whole lines with the worker's name before them, and the traceback that ends a worker."""
+"""The output of workers: whole lines prefixed with the worker's name, and the traceback that ends a worker."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ LONGEST_LINE_BYTES: Final = 1 << 16
 TAIL_LINES: Final = 2000
 DEFAULT_WIDTH: Final = 80
 COLOURS: Final = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
-"""Of the terminal's own palette, so that they are legible on its background; red is left for failures."""
+"""Colours of the terminal's own palette, so that they are legible on its background; red is left for failures."""
 
 _CONTROL: Final = re.compile(r"\x1b\[[0-9;?]*[A-Za-ln-z]")
-"""What moves the cursor, erases or hides; colours end in m."""
+"""Escape sequences that move the cursor, erase or hide; those of colours, which end in m, are kept."""
 _START: Final = re.compile(r"(?:  \+ Exception Group )?Traceback \(most recent call last\):$")
 _CHAIN: Final = ("The above exception was the direct cause", "During handling of the above exception")
 _LOST: Final = re.compile(r"(?:arpc\.errors\.)?(?:WorkerLostError|OwnerLostError|ConnectionClosedError)\b")
 
 
 class LineSplitter:
-    """Makes lines of what comes in pieces. What a carriage return overwrote is not shown."""
+    """Splits a stream of bytes into lines. Text that a carriage return overwrote is left out."""
 
     def __init__(self) -> None:
         self._rest = b""
 
     def feed(self, data: bytes) -> Iterator[str]:
-        """The lines that are complete now. One that does not end is cut when it is long enough."""
+        """Yield the lines that are complete now. An unfinished line is cut at `LONGEST_LINE_BYTES`."""
         *lines, rest = (self._rest + data).split(b"\n")
         while len(rest) > LONGEST_LINE_BYTES:
             lines.append(rest[:LONGEST_LINE_BYTES])
@@ -49,18 +49,18 @@ class LineSplitter:
 
     @property
     def progress(self) -> str:
-        """The unfinished line, if a carriage return shows that it is one that is written over; else empty."""
+        """The unfinished line if it has a carriage return, as a progress bar has; else empty."""
         return _shown(self._rest) if b"\r" in self._rest else ""
 
     def end(self) -> Iterator[str]:
-        """The last line, if it lacks its end."""
+        """Yield the last line, if it has no line end."""
         rest, self._rest = self._rest, b""
         if rest:
             yield _shown(rest)
 
 
 def _shown(line: bytes) -> str:
-    # a progress bar writes over itself: what it wrote last is what a terminal would show
+    # a progress bar overwrites itself: a terminal would show only its last text
     return _CONTROL.sub("", line.rstrip(b"\r").rpartition(b"\r")[2].decode(errors="replace"))
 
 
@@ -75,13 +75,13 @@ class Tail:
 
     @property
     def traceback(self) -> str:
-        """The traceback that it ended with; empty if there is none."""
+        """The traceback that the worker ended with; empty if there is none."""
         return last_traceback(tuple(self._lines))
 
 
 @contextlib.asynccontextmanager
 async def reading(descriptor: int) -> AsyncIterator[asyncio.StreamReader]:
-    """The read end of a pipe, on the running loop; it is closed at the end."""
+    """Read from the read end of a pipe on the running loop; it is closed on exit."""
     reader = asyncio.StreamReader()
     loop = asyncio.get_running_loop()
     pipe = os.fdopen(descriptor, "rb", buffering=0)
@@ -97,7 +97,7 @@ async def reading(descriptor: int) -> AsyncIterator[asyncio.StreamReader]:
 
 
 def last_traceback(lines: Sequence[str]) -> str:
-    """The last traceback of some output, with those of the exceptions that led to it, and all that follows.
+    """Return the last traceback in these lines, with those of the exceptions that led to it, and all that follows.
 
     >>> print(last_traceback(["hello", "Traceback (most recent call last):", "  File ...", "ValueError: no"]))
     Traceback (most recent call last):
@@ -114,7 +114,7 @@ def last_traceback(lines: Sequence[str]) -> str:
 
 
 def lost_another(traceback: str) -> bool:
-    r"""Whether an exception says that another worker is gone: then that one is to blame.
+    r"""Whether this traceback was caused by the loss of another worker, which is then to blame.
 
     >>> lost_another("Traceback ...\narpc.errors.WorkerLostError: worker 'ps0' was lost")
     True
@@ -124,14 +124,14 @@ def lost_another(traceback: str) -> bool:
 
 
 def wants_colour(stream: TextIO) -> bool:
-    """Whether colours are seen there, and wanted: https://no-color.org."""
+    """Whether the stream shows colours and the user wants them: https://no-color.org."""
     return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 class Screen:
-    """Where the launcher writes: the workers' lines, and on a terminal some below them that stay.
+    """The output of the launcher: the workers' lines, and on a terminal some lines that stay below them.
 
-    Those are the progress bars of workers, which are lines that they write over, and the status line of the group.
+    Those are the progress bars of workers, which are lines that workers overwrite, and the status line of the group.
     """
 
     def __init__(self, slots: Sequence[Slot], out: TextIO | None = None, err: TextIO | None = None) -> None:
@@ -141,15 +141,15 @@ class Screen:
         self._status = ""
         self._progress: dict[int, str] = {}
         self._drawn = 0
-        """How many lines are below those of the workers now."""
+        """The number of lines that are drawn below those of the workers now."""
         colours = itertools.cycle(COLOURS)
         self._prefixes = {slot.rank: (f"[{slot.name}]", next(colours)) for slot in slots}
         self.is_closed = False
-        """Nobody reads this any more: the pipe or the terminal is gone."""
+        """True once a write has failed: the pipe or the terminal is gone."""
 
     @property
     def columns(self) -> int | None:
-        """How much of a terminal's line a worker has for a progress bar; None if there is no terminal."""
+        """The columns that a worker has for a progress bar; None if there is no terminal."""
         if not self._is_live or not self._out.isatty():
             return None
         return max(1, _width(self._err) - 2 - max(len(prefix) for prefix, _ in self._prefixes.values()))
@@ -160,7 +160,7 @@ class Screen:
         self._write(to, f"{self._prefix(rank, to)} {text}\n")
 
     def show_progress(self, rank: int, text: str) -> None:
-        """Keep a line of a worker below the others, in place of the one before; an empty text removes it."""
+        """Keep a line of a worker below the others, in place of its previous one; an empty text removes it."""
         if not self._is_live or self._progress.get(rank, "") == text:
             return
         self._progress.pop(rank, None)
@@ -173,13 +173,13 @@ class Screen:
         return f"\x1b[{colour}m{prefix}\x1b[0m" if wants_colour(to) else prefix
 
     def say(self, text: str, *, is_bad: bool = False) -> None:
-        """Something of the launcher's own, on stderr."""
+        """Print a message of the launcher to stderr."""
         if is_bad and wants_colour(self._err):
             text = f"\x1b[31m{text}\x1b[0m"
         self._write(self._err, f"{text}\n")
 
     def show_status(self, status: Status) -> None:
-        """Show how the group is on the last line, in place of what was there; on a terminal only."""
+        """Show the status of the group on the last line, in place of the previous one; on a terminal only."""
         if self._is_live and not self.is_closed:
             columns = max(1, _width(self._err) - 1)
             self._status = status.styled(columns) if wants_colour(self._err) else status.plain(columns)
@@ -212,7 +212,7 @@ class Screen:
             lines.append(self._status)
         self._drawn = len(lines)
         text = "\n".join(lines)
-        # a bar that is too wide is cut by the terminal: if it went on in a next line, erasing would miss that
+        # no line wrapping: if a bar that is too wide went on in a second line, erasing would miss that
         _write_all(self._err, f"\x1b[?7l{text}\x1b[0m\x1b[?7h" if self._progress else text)
 
 

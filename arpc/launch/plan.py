@@ -1,4 +1,4 @@
-"""Who will be in the group: names, roles and ranks, and what each worker finds in its environment."""
+"""The members of a group: their names, roles and ranks, and the environment variables of each."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ __all__ = [
 DEFAULT_ROLE: Final = "worker"
 
 Group: TypeAlias = int | Mapping[str, int]
-"""How many workers, or how many of each role."""
+"""The number of workers, or the number for each role."""
 
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """The place of one worker: what stays the same when the group is started again."""
+    """The place of one worker in its group; it stays the same when the group is started again."""
 
     name: str
     role: str
@@ -44,7 +44,7 @@ class Slot:
 
 @dataclass(frozen=True, slots=True)
 class Meeting:
-    """Where the workers of one incarnation of the group find each other, and the file that has their secret."""
+    """The address where the workers of one incarnation of a group find each other, and the file with their secret."""
 
     host: str
     port: int
@@ -89,7 +89,7 @@ def parse_resources(text: str) -> dict[str, float]:
 
 
 def as_group(workers: Group) -> tuple[Slot, ...]:
-    """The slots of a group in the order of their ranks: role after role, as they were given.
+    """Return the slots of a group in the order of their ranks: role after role, in the order given.
 
     >>> [(slot.rank, slot.name) for slot in as_group({"ps": 1, "trainer": 2})]
     [(0, 'ps0'), (1, 'trainer0'), (2, 'trainer1')]
@@ -113,10 +113,10 @@ def as_group(workers: Group) -> tuple[Slot, ...]:
 
 
 def environment_of(slot: Slot, meeting: Meeting, inherited: Mapping[str, str]) -> dict[str, str]:
-    """What a worker's environment has beyond what it inherits.
+    """Return the environment variables of a worker beyond those that it inherits.
 
     The names that torchrun uses mean what they mean there, so that programs written for it, and process groups of torch
-    next to arpc, find what they look for: the store is served by the launcher, and rank 0 is its client like any other.
+    next to arpc, work unchanged: the store is served by the launcher, and rank 0 is its client like any other.
     """
     made = {
         "ARPC_NAME": slot.name,
@@ -135,26 +135,26 @@ def environment_of(slot: Slot, meeting: Meeting, inherited: Mapping[str, str]) -
         "TORCHELASTIC_USE_AGENT_STORE": "True",
         "TORCHELASTIC_RESTART_COUNT": str(meeting.incarnation),
         "TORCHELASTIC_MAX_RESTARTS": str(meeting.max_restarts),
-        # what a worker prints is to be seen when it is printed, also when the worker then dies
+        # output must be visible when it is printed, also when the worker then dies
         "PYTHONUNBUFFERED": "1",
     }
     if meeting.secret_file is not None:
         made["ARPC_SECRET_FILE"] = str(meeting.secret_file)
     if "OMP_NUM_THREADS" not in inherited:
-        # each process would take all CPUs for itself, and n of them would fight for these
+        # each process would use all CPUs, and the workers would compete for them
         made["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // slot.world_size))
     return made
 
 
 def check_environment(environment: Mapping[str, str]) -> None:
-    """Raises `ConfigurationError` for what no process can have in its environment."""
+    """Raise `ConfigurationError` for variables that no process can have in its environment."""
     for name, value in environment.items():
         if not isinstance(name, str) or not isinstance(value, str) or not name or "=" in name or "\0" in name + value:
             raise ConfigurationError(f"the environment of workers has names and strings, not {name!r}: {value!r}")
 
 
 def on_nodes(nodes: Sequence[str]) -> list[dict[str, str]]:
-    """What the environment of each rank has about its node, for ranks that are on these nodes.
+    """Return the variables about its node for each rank; ``nodes`` has the node of each rank.
 
     >>> [place["LOCAL_RANK"] for place in on_nodes(["a", "b", "a"])]
     ['0', '0', '1']

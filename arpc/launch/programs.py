@@ -1,4 +1,4 @@
-"""What the workers run: a script, a module, or a function; and the command line that runs it."""
+"""The program of the workers: a script, a module, or a function; and the command line that runs it."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ Program: TypeAlias = str | os.PathLike[str] | Module | Function
 
 
 def command_for(program: Program, args: Sequence[object], directory: Path) -> Callable[[int], list[str]]:
-    """A function that has the command line of each rank. What does not fit there is put into the directory."""
+    """Return a function from rank to command line. A function to run is pickled into the directory."""
     if isinstance(program, str | os.PathLike):
         path = Path(program)
         if not path.is_file():
@@ -66,7 +66,7 @@ def command_for(program: Program, args: Sequence[object], directory: Path) -> Ca
 
 
 def words(args: Sequence[object]) -> list[str]:
-    """The arguments of a script."""
+    """Return the arguments of a script; raise `ConfigurationError` if one is not a string."""
     for word in args:
         if not isinstance(word, str):
             raise ConfigurationError(f"the arguments of a script are strings, not {type(word).__name__}: {word!r}")
@@ -74,13 +74,13 @@ def words(args: Sequence[object]) -> list[str]:
 
 
 def pack_function(function: Function, args: Sequence[object]) -> bytes:
-    """A function and its arguments for another process.
+    """Pickle a function and its arguments for another process.
 
-    Functions of a script go by reference, and the script is imported there as `multiprocessing` does: its globals then
-    are the worker's own, and functions that workers call on each other mean the same everywhere. What has no name (a
-    lambda, a cell of a notebook) goes by value.
+    Functions of a script go by reference, and the worker imports the script as `multiprocessing` does: its globals are
+    then the worker's own, and functions that workers call on each other mean the same everywhere. A function without an
+    importable name (a lambda, a cell of a notebook) goes by value. Raises `SerializationError` if neither is possible.
     """
-    # the same that makes spawned processes find what their parent has; the key is for connections of its own
+    # lets the worker find its parent's modules, as spawned processes do; the key is for multiprocessing itself
     preparation: dict[str, Any] = multiprocessing.spawn.get_preparation_data("arpc")
     preparation.pop("authkey", None)
     has_script = "init_main_from_path" in preparation or "init_main_from_name" in preparation
@@ -96,7 +96,7 @@ def pack_function(function: Function, args: Sequence[object]) -> bytes:
 
 
 def run_packed(package: bytes, run: Callable[[Any], Any]) -> Any:
-    """Unpack what `pack_function` made and call it; ``run`` runs the coroutine if it is an async function."""
+    """Unpack and call a function that `pack_function` packed; ``run`` runs the coroutine of an async function."""
     preparation, inner = pickle.loads(package)
     multiprocessing.spawn.prepare(preparation)
     function, args = pickle.loads(inner)
@@ -109,7 +109,7 @@ def _result_file(directory: Path, rank: int) -> Path:
 
 
 def result_of(directory: Path, rank: int, name: str) -> Any:
-    """What the function returned on a worker."""
+    """Return the function's result on a worker; raise `LaunchError` if it cannot be read."""
     try:
         return pickle.loads(_result_file(directory, rank).read_bytes())
     except Exception as error:
@@ -117,9 +117,9 @@ def result_of(directory: Path, rank: int, name: str) -> Any:
 
 
 def extend_path(environment: Mapping[str, str]) -> dict[str, str]:
-    """What makes workers find the arpc that launches them if it is not installed but in the directory of this program.
+    """Return the PYTHONPATH with which workers find this arpc, if it is not installed but next to the running program.
 
-    Workers run another program, and so look elsewhere.
+    Workers run another program, and so have another first directory in their path.
     """
     root = Path(__file__).resolve().parents[2]
     if not sys.path or Path(sys.path[0]).resolve() != root:

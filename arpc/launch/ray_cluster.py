@@ -1,4 +1,4 @@
-"""A group of workers on a Ray cluster: Ray finds room for them, starts them, and starts them again."""
+"""A group of workers on a Ray cluster: Ray finds room for them, starts and restarts them."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def _engine() -> Any:
 
 
 def check_room(engine: Any, workers: int, resources: Mapping[str, float]) -> None:
-    """Raise `LaunchError` at once for what the whole cluster does not have, even when nothing else runs there."""
+    """Raise `LaunchError` at once if the workers need more than the whole cluster has, even when it is idle."""
     there = engine.cluster_resources()
     missing = [
         f"{workers * amount:g} {name} ({workers} x {amount:g}), and the cluster has {there.get(name, 0):g}"
@@ -67,7 +67,7 @@ def check_room(engine: Any, workers: int, resources: Mapping[str, float]) -> Non
 
 
 class RayGroup:
-    """Carries out what `GroupLife` decides with actors: one launch, from its start to its end."""
+    """Carries out the decisions of `GroupLife` with actors: one launch, from its start to its end."""
 
     def __init__(
         self, slots: Sequence[Slot], program: Program, args: Sequence[Any], max_restarts: int, start_timeout_s: float
@@ -90,7 +90,7 @@ class RayGroup:
     async def run(
         self, resources: Mapping[str, float], strategy: str, environment: Mapping[str, str], http: str | None
     ) -> Outcome:
-        """Run the group to its end. However this ends, its actors are no more and their room is free."""
+        """Run the group to its end. Its actors are killed and their resources freed, even after an error."""
         engine = _engine()
         from ray.util.placement_group import placement_group, remove_placement_group
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -107,7 +107,7 @@ class RayGroup:
                     "num_cpus": resources.get("CPU", 0),
                     "num_gpus": resources.get("GPU", 0),
                     "resources": others,
-                    "max_restarts": -1,  # how often the group may be started again is decided for the whole of it
+                    "max_restarts": -1,  # the restarts are counted for the group as a whole
                     "scheduling_strategy": PlacementGroupSchedulingStrategy(
                         place, placement_group_bundle_index=slot.rank
                     ),
@@ -154,7 +154,7 @@ class RayGroup:
             match decision:
                 case Start(incarnation):
                     for rank, actor in enumerate(self._actors):
-                        # Ray starts it again, as it does by itself with one that died: that one must not die twice
+                        # kill it so that Ray restarts it; an actor that died is being restarted, and must not die twice
                         if rank in self.ends and not self.ends[rank].is_lost:
                             engine.kill(actor, no_restart=False)
                     self.ends.clear()
@@ -198,7 +198,7 @@ class RayGroup:
             self._watchers[slot.rank] = asyncio.create_task(self._watch(slot.rank, environment))
 
     async def _new_life(self, rank: int) -> Ready:
-        """Wait for an actor that has not run this worker before."""
+        """Wait until the actor runs in a process that has not run this worker before."""
         from ray.exceptions import RayActorError
 
         while True:
@@ -223,7 +223,7 @@ class RayGroup:
                 await self._new_life(0)
 
     async def _watch(self, rank: int, environment: Mapping[str, str]) -> None:
-        """Let an actor do its work; its end is an event."""
+        """Run the worker on its actor, and queue an event when it ends."""
         from ray.exceptions import ActorDiedError, RayActorError
 
         method = getattr(self._actors[rank], self._method)
@@ -232,15 +232,15 @@ class RayGroup:
         except ActorDiedError as error:
             end = End(KILLED, f"Ray lost the actor: {error}".strip(), is_lost=True)
         except RayActorError as error:
-            # It cannot be reached, and may live: nobody will hear how its work ends, and Ray does not start it again
-            # unless it is killed
+            # The actor cannot be reached, and may be alive: the end of its work will not be reported, and Ray does not
+            # start it again unless it is killed
             end = End(KILLED, f"Ray cannot reach the actor: {error}".strip())
-        except Exception as error:  # noqa: BLE001 - Ray has many, and without an event the launch would never end
+        except Exception as error:  # noqa: BLE001 - Ray raises many, and without an event the launch would never end
             end = End(1, f"Ray could not run the worker: {error}".strip())
         self._events.put_nowait(_Exited(rank, end))
 
     def failure_of(self, outcome: Outcome) -> LaunchError:
-        """What to raise about an outcome that is no success."""
+        """Return the error to raise for an outcome that is no success."""
         assert outcome.failure is not None
         slot = self._slots[outcome.failure.rank]
         text = f"worker {slot.name!r} (rank {slot.rank}) {describe_exit(outcome.failure.exit_code)}"
@@ -254,7 +254,7 @@ class RayGroup:
 
 
 def _work_of(program: Program, args: Sequence[Any]) -> tuple[str, Any]:
-    """The method of the actor that runs a program, and what it takes."""
+    """Return the name of the actor's method that runs a program, and its argument."""
     if isinstance(program, Module):
         return "run_command", ["-m", program.name, *words(args)]
     if isinstance(program, str | os.PathLike):
@@ -318,14 +318,14 @@ async def ray(
 ) -> Launched[Any]:
     """Run a function, a script or a module as workers of one group on a Ray cluster.
 
-    Each worker is an actor in a placement group: ``resources`` are what one of them takes (one CPU if not said), and
+    Each worker is an actor in a placement group: ``resources`` are those of one worker (one CPU by default), and
     ``strategy`` is Ray's: ``"PACK"``, ``"SPREAD"``, ``"STRICT_PACK"`` or ``"STRICT_SPREAD"``. A function runs in the
-    actor itself; a script, which every node must have under the same path, in a process of the actor's. Addresses and
-    the secret of the group go through Ray. ``http`` is where rank 0, on its node, serves a dashboard.
+    actor itself; a script, which every node must have under the same path, in a child process of the actor. Addresses
+    and the secret of the group go through Ray. ``http`` is where rank 0, on its node, serves a dashboard.
 
     When a worker fails, or its node is lost, the group ends; Ray starts all actors again, where there is room, up to
-    ``max_restarts`` times. Then `LaunchError` is raised. Connects to the cluster as `ray.init` does, if that was not
-    done. However this ends, its actors and its placement group are gone.
+    ``max_restarts`` times. Then `LaunchError` is raised. This calls `ray.init` if the program has not. When it returns
+    or raises, its actors and its placement group are gone.
     """
     slots = as_group(workers)
     if max_restarts < 0:

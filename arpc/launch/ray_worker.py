@@ -1,4 +1,4 @@
-"""What runs on a Ray cluster for each worker: an actor that becomes the worker, or keeps the process of a script."""
+"""The actor of each worker on a Ray cluster: it runs a function itself, or a script in a child process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ KEEPER_LOST: Final = -9
 
 @dataclass(frozen=True, slots=True)
 class Ready:
-    """Where an actor is, and which of its lives this is."""
+    """The location of an actor and the id of its present life: each restart has a new one."""
 
     life: str
     node: str
@@ -36,17 +36,17 @@ class Ready:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How a worker ended; what it returned, pickled, if that was well."""
+    """The end of a worker: its exit code, and the pickled result if it succeeded."""
 
     exit_code: int
     traceback: str = ""
     result: bytes | None = None
     is_lost: bool = False
-    """The actor itself is no more, or was no more when it ended."""
+    """True if the actor itself has died."""
 
 
 class RayWorker:
-    """The actor. Ray restarts it in a new process, where it has a new life and knows nothing of the one before."""
+    """The actor. Ray restarts it in a new process, with a new life id and no state of the one before."""
 
     def __init__(self, slot: Slot) -> None:
         self._slot = slot
@@ -54,16 +54,16 @@ class RayWorker:
         self._server: StoreServer | None = None
 
     def __repr__(self) -> str:
-        return self._slot.name  # what Ray puts before the lines that this process prints
+        return self._slot.name  # Ray prefixes the lines that this process prints with it
 
     def ready(self) -> Ready:
-        """Answer: there is a process."""
+        """Return the location of this process; the reply shows that it runs."""
         import ray
 
         return Ready(self._life, ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address())
 
     def open_meeting(self) -> tuple[str, int]:
-        """Serve the store of the group, as long as this process lives."""
+        """Serve the store of the group, as long as this process lives. Return its host and port."""
         import ray
 
         server = self._server = StoreServer(ray.util.get_node_ip_address())
@@ -71,7 +71,7 @@ class RayWorker:
         return server.host, server.port
 
     def run_function(self, environment: Mapping[str, str], package: bytes) -> End:
-        """Be the worker."""
+        """Run the function in this process, and return how it ended."""
         os.environ.update(environment)
         try:
             function, args = pickle.loads(package)
@@ -81,12 +81,12 @@ class RayWorker:
             return End(0, result=cloudpickle.dumps(result))
         except SystemExit as error:
             return End(_code_of(error))
-        except BaseException:  # noqa: BLE001 - whatever ended the worker, the launcher has to know
+        except BaseException:  # noqa: BLE001 - the launcher must receive every end
             traceback.print_exc()
             return End(1, traceback.format_exc().rstrip())
 
     def run_command(self, environment: Mapping[str, str], arguments: Sequence[str]) -> End:
-        """Run a script or a module in a process that ends with this one, and show what it prints."""
+        """Run a script or a module in a process that ends with this one, and print its output."""
         return asyncio.run(_run_command([sys.executable, *arguments], environment))
 
 
@@ -123,7 +123,7 @@ async def _run_command(command: Sequence[str], environment: Mapping[str, str]) -
                     pass
     finally:
         await keeper.aclose()
-        await asyncio.wait(pumps)  # nobody is left who could write there
+        await asyncio.wait(pumps)  # no process is left that could write there
     return End(exit_code, problem or tail.traceback)
 
 
@@ -140,4 +140,4 @@ async def _pump(descriptor: int, stream: Any, tail: Tail) -> None:
 def _show(line: str, stream: Any, tail: Tail) -> None:
     if stream is sys.stderr:
         tail.add(line)
-    print(line, file=stream, flush=True)  # Ray takes it to the driver
+    print(line, file=stream, flush=True)  # Ray forwards it to the driver

@@ -1,4 +1,4 @@
-"""What becomes of a launch."""
+"""The result of a launch."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Launched(Generic[T]):
-    """A group that ended well: every worker with exit code 0."""
+    """The result of a group in which every worker ended with exit code 0."""
 
     values: dict[str, T]
-    """What the function returned on each worker, by the worker's name in the order of ranks; None for scripts."""
+    """The function's result on each worker, by the worker's name in the order of ranks; None for scripts."""
     restarts: int
-    """How often the group was started again."""
+    """The number of restarts of the group, or of its workers if it is elastic."""
     duration_s: float

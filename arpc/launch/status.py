@@ -19,7 +19,7 @@ class Status(NamedTuple):
     is_ending: bool = False
 
     def plain(self, columns: int) -> str:
-        """The line without styles, cut to that many columns.
+        """Return the line without styles, cut to that many columns.
 
         >>> Status(alive=1, workers=2, elapsed_s=3.2, restarts=1, max_restarts=4).plain(columns=80)
         '1/2 workers  3 s  restart 1 of 4'
@@ -27,7 +27,7 @@ class Status(NamedTuple):
         return "  ".join(word for word, _ in self._words())[:columns]
 
     def styled(self, columns: int) -> str:
-        """The line as rich draws it, with the terminal's own colours; dimmed if rich is not installed."""
+        """Return the line as rich draws it, with the terminal's own colours; dimmed if rich is not installed."""
         try:
             from rich.console import Console
             from rich.text import Text
@@ -45,7 +45,7 @@ class Status(NamedTuple):
         return drawn.get()
 
     def _words(self) -> list[tuple[str, str]]:
-        """Each part of the line, with the style that rich draws it in."""
+        """Return each part of the line, with the style that rich draws it in."""
         is_whole = self.alive == self.workers or self.is_ending
         words = [
             (f"{self.alive}/{self.workers} workers", "bold" if is_whole else "bold red"),

@@ -1,15 +1,16 @@
-"""The process that workers are forked from: it has imported torch and arpc, and does nothing else.
+"""The template: the process that workers are forked from. It has imported torch and arpc, and does nothing else.
 
-A worker made so has no import to do, shares the memory of what is imported with the others, and has the same code at
-the same addresses, which makes workers that share a CPU faster: what the CPU has learned about one holds for all.
+A forked worker has no imports to do, shares the memory of the imported modules with the others, and has the same code
+at the same addresses, which makes workers that share a CPU faster: its caches and branch predictions serve all of them.
 
-It is started by the keeper (`arpc.launch.keeper`), which sends one order at a time, with the worker's stdin, stdout and
-stderr and a pipe. A worker is forked twice, so that it is an orphan and the keeper, which adopts those, its parent: the
-keeper hears of its end as of any other, and needs this process for nothing but the next one. The worker reads a byte
-from the pipe before it does anything: it is given once the keeper knows the worker, and never if this process died
-before it could tell.
+The keeper (`arpc.launch.keeper`) starts this process and sends one order at a time, with the worker's stdin, stdout and
+stderr and a pipe. A worker is forked twice, so that it is an orphan, which the keeper adopts: the keeper then reaps it
+like any other worker, and needs this process only for the next one. The worker reads a byte from the pipe before it
+does anything. The keeper writes that byte once it has recorded the worker, and never if this process died before it
+could report the worker.
 
-Nothing here may start a thread, or run an operation of torch that does: a fork has the thread that called it, alone.
+Nothing here may start a thread, or run an operation of torch that does: a forked process has only the thread that
+called fork.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from arpc.private.interpreter import run_module_as_main
 __all__ = ["BOOT", "main"]
 
 BOOT: Final = (
-    # what -c puts first in the path is no part of a script's, and may hold another torch
+    # -c puts the current directory first in the path: scripts do not have it, and it may hold another torch
     "import sys; sys.flags.safe_path or sys.path.pop(0); "
     "import arpc._public; from arpc.launch.template import main; main()"
 )
@@ -48,28 +49,28 @@ PR_SET_PDEATHSIG: Final = 1
 DESCRIPTORS: Final = 4
 NOT_WANTED: Final = 127
 WARNINGS_BYTES: Final = 1 << 16
-"""How much of what was said while importing, to a file of the keeper's, each worker says again."""
+"""The most bytes of the imports' stderr output, kept in a file of the keeper, that each worker repeats."""
 
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """What a worker is to be."""
+    """The order to fork a worker."""
 
     command: tuple[str, ...]
-    """As for an interpreter of its own: its path, then a script or ``-m`` and a module, then arguments."""
+    """The command line of a Python interpreter: its path, then a script or ``-m`` and a module, then arguments."""
     environment: Mapping[str, str | None]
-    """Where it differs from this process's."""
+    """The variables that differ from this process's environment; None removes one."""
     session: bool
-    """It leads a session of its own, and not just a process group."""
+    """Whether the worker leads a session of its own, and not just a process group."""
     keeper: int
-    """The process that adopts it."""
+    """The pid of the keeper, which adopts the worker."""
 
 
 def main() -> None:
     """Serve the keeper at the descriptor in ``sys.argv[1]``. This returns in workers, when their program has ended."""
     keeper = socket.socket(fileno=int(sys.argv[1]))
     with contextlib.suppress(ImportError):
-        import uvloop  # noqa: F401 - optional: what `arpc.run` takes if it is there
+        import uvloop  # noqa: F401 - optional: `arpc.run` uses it if it is installed
     if not _is_single():
         os._exit(NOT_WANTED)
     gc.collect()
@@ -79,7 +80,7 @@ def main() -> None:
 
 
 def _is_single() -> bool:
-    """Whether this is the only thread, once libraries whose own threads do not outlive a fork have ended them."""
+    """Whether this is the only thread, after a fork has made libraries end the threads that cannot outlive one."""
     child = os.fork()
     if child == 0:
         os._exit(0)
@@ -91,7 +92,7 @@ def _is_single() -> bool:
 
 
 def _serve(keeper: socket.socket) -> Order:
-    """Fork a worker for each order. Returns in the worker; ends the process when there will be no more orders."""
+    """Fork a worker for each order. Returns in the worker only; the template exits when the keeper is gone."""
     received = b""
     descriptors: list[int] = []
     keeper.sendall(b'{"warm": true}\n')
@@ -101,7 +102,7 @@ def _serve(keeper: socket.socket) -> Order:
         except OSError:
             data, more = b"", []
         if not data:
-            os._exit(0)  # there is nothing to tidy up, and handlers of what was imported are the workers' to run
+            os._exit(0)  # nothing to clean up, and exit handlers of imported modules are for workers
         received += data
         descriptors += more
         if not received.endswith(b"\n"):
@@ -125,17 +126,17 @@ def _serve(keeper: socket.socket) -> Order:
         for descriptor in descriptors:
             os.close(descriptor)
         descriptors = []
-        with contextlib.suppress(OSError):  # reading will tell as well
+        with contextlib.suppress(OSError):  # the next read reports a closed socket
             keeper.sendall(json.dumps(answer).encode() + b"\n")
 
 
 def _first_in_path(order: Order) -> Path:
-    """Where the program will look for modules before anywhere else."""
+    """Return the directory where the program looks for modules first."""
     return Path.cwd() if order.command[1] == "-m" else Path(order.command[1]).resolve().parent
 
 
 def hides_imported(directory: Path) -> bool:
-    """Whether a program that looks there first would find another module than one that is imported already."""
+    """Whether a program that looks here first would find another module in place of one that is already imported."""
     with contextlib.suppress(OSError):
         for path in directory.iterdir():
             module = sys.modules.get(path.name.partition(".")[0])
@@ -151,7 +152,7 @@ def _is_module(path: Path) -> bool:
 
 
 def _fork(*, lead_group: bool) -> int | None:
-    """Fork an orphan. Returns its process id, or None in itself."""
+    """Fork an orphan. Returns its pid, or None in the orphan; raises OSError if the fork failed."""
     reader, writer = os.pipe()
     middle = os.fork()
     if middle == 0:
@@ -160,11 +161,11 @@ def _fork(*, lead_group: bool) -> int | None:
             worker = os.fork()
             if worker > 0:
                 if lead_group:
-                    os.setpgid(worker, worker)  # here, so that it is done when the keeper hears of it
+                    os.setpgid(worker, worker)  # here, so that it is done before the keeper gets the pid
                 os.write(writer, str(worker).encode())
         finally:
             if worker != 0:
-                os._exit(0)  # whatever happened: that the pipe is empty tells
+                os._exit(0)  # also after an error: the empty pipe reports it
         os.close(reader)
         os.close(writer)
         return None
@@ -192,9 +193,9 @@ def _take_place(order: Order, descriptors: list[int]) -> None:
     permitted = os.read(permission, 1)
     os.close(permission)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if not permitted or os.getppid() != order.keeper:  # it died before it could take this one along
+    if not permitted or os.getppid() != order.keeper:  # the keeper gave it up, or died
         os._exit(NOT_WANTED)
-    with contextlib.suppress(OSError):  # as where Python writes its warnings
+    with contextlib.suppress(OSError):  # Python ignores such errors of its warnings too
         os.write(2, warnings)
     for name, value in order.environment.items():
         if value is None:
@@ -208,12 +209,12 @@ def _take_place(order: Order, descriptors: list[int]) -> None:
 
 
 def _open_streams() -> None:
-    """Make stdin, stdout and stderr as the interpreter does: that they are no terminals was true of others."""
+    """Open stdin, stdout and stderr as the interpreter does: the present objects are for the template's files."""
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         before = getattr(sys, f"__{name}__")
         mode = "r" if name == "stdin" else "w"
         is_raw = before.write_through and mode == "w"
-        opened: Any = open(number, f"{mode}b", 0 if is_raw else -1, closefd=False)  # noqa: SIM115 - to stay
+        opened: Any = open(number, f"{mode}b", 0 if is_raw else -1, closefd=False)  # noqa: SIM115 - it stays open
         (opened if is_raw else opened.raw).name = f"<{name}>"
         stream = io.TextIOWrapper(
             opened,
@@ -229,7 +230,7 @@ def _open_streams() -> None:
 
 
 def _show_command(command: tuple[str, ...]) -> None:
-    """Have ``ps`` show the command of the worker, where that of the template was: as much of it as there is room."""
+    """Make ``ps`` show the worker's command in place of the template's, as much of it as there is room for."""
     # the name, in brackets, may hold anything; the 48th and 49th fields say where the arguments are: see proc(5)
     fields = Path("/proc/self/stat").read_bytes().rpartition(b")")[2].split()
     start, end = int(fields[45]), int(fields[46])
@@ -239,7 +240,7 @@ def _show_command(command: tuple[str, ...]) -> None:
 
 
 def _forget_chance() -> None:
-    """What is random in a process is not to be the same in all. The module `random` sees to itself."""
+    """Give each worker its own random seeds and authkey. The module `random` reseeds itself after a fork."""
     torch.default_generator.seed()
     numpy_random = sys.modules.get("numpy.random")
     if numpy_random is not None:
@@ -248,7 +249,7 @@ def _forget_chance() -> None:
 
 
 def _run(order: Order) -> None:
-    """Run the program as `__main__`, and let the interpreter end as it does after any."""
+    """Run the program as `__main__`, and let the interpreter end as it does after any program."""
     here = sys.modules["__main__"]
     module = types.ModuleType("__main__")
     vars(module).update({name: value for name, value in vars(here).items() if name.startswith("__")})
@@ -282,11 +283,11 @@ def _run_script(name: str, arguments: tuple[str, ...], module: ModuleType) -> No
     sys.argv[:] = [name, *arguments]
     vars(module).update(__file__=path, __cached__=None, __loader__=SourceFileLoader("__main__", path))
     source = Path(path).read_bytes()
-    exec(compile(source, path, "exec", dont_inherit=True), vars(module))  # noqa: S102 - it is what a script is for
+    exec(compile(source, path, "exec", dont_inherit=True), vars(module))  # noqa: S102 - to run a script is its purpose
 
 
 def _show_without_template(error: BaseException) -> None:
-    """Have the traceback of an uncaught error begin where the program does."""
+    """Make the traceback of an uncaught error begin at the program's own frames."""
     shown = error.__traceback__
     while shown is not None and shown.tb_frame.f_globals is globals():
         shown = shown.tb_next

@@ -1,4 +1,4 @@
-"""Where a remote module is to be: ``worker/device``."""
+"""The address of a remote module: ``worker/device``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Address(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Address:
-        """Read ``"ps/cuda:0"``, ``"rank:1/cpu"``, or either without a device, which is then the CPU."""
+        """Parse ``"ps/cuda:0"``, ``"rank:1/cpu"``, or either without a device, which is then the CPU."""
         worker, slash, device = text.partition("/")
         if not worker or (slash and not device) or "/" in device:
             raise ConfigurationError(
@@ -34,7 +34,7 @@ class Address(NamedTuple):
 
 
 def parse_device(device: str | torch.device) -> torch.device:
-    """A device by its name."""
+    """Return a device by its name; raise `ConfigurationError` if there is no such device."""
     try:
         return torch.device(device)
     except RuntimeError as error:

@@ -1,4 +1,4 @@
-"""What is done with a module where it is. All of these run on its owner, most with the module as first argument."""
+"""The owner's side of remote modules: all of these functions run there, most with the module as first argument."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ __all__ = [
 def create_module(
     module_cls: Callable[..., nn.Module], args: tuple[Any, ...], kwargs: Mapping[str, Any], device: torch.device
 ) -> nn.Module:
-    """Make a module and put it on its device. Runs on the worker that is to own it."""
+    """Make a module and put it on its device. Runs on the worker that will own it."""
     try:
         module = module_cls(*args, **kwargs)
         if not isinstance(module, nn.Module):
@@ -49,7 +49,7 @@ def create_module(
         raise
 
 
-# -- the two handlers: they are told how the module is named
+# -- the two handlers: they receive the id of the RRef to the module
 
 
 @export
@@ -64,7 +64,7 @@ async def call_module(
 ) -> Any:
     """Call a module, hooks included, in the caller's grad mode, with inputs on its device and results on the CPU."""
     module = await held_value(rref, is_created)
-    current().rref_context.get_method(module, "__call__")  # which may be refused
+    current().rref_context.get_method(module, "__call__")  # raises if it is not allowed
     return await run_here(_forward, module, is_grad_enabled, device, args, kwargs)
 
 
@@ -88,13 +88,13 @@ def _forward(
 
 
 async def _forward_later(forward: Coroutine[Any, Any, Any], is_grad_enabled: bool, on: str | None) -> Any:
-    with torch.set_grad_enabled(is_grad_enabled):  # a handler's state is its own, also while it waits
+    with torch.set_grad_enabled(is_grad_enabled):  # a handler has its own grad mode, also while it waits
         result = await forward
     return result if on is None else _moved(result, torch.device("cpu"))
 
 
 def _moved(value: Any, device: torch.device) -> Any:
-    """A value with the tensors in it, and in containers of it, on a device."""
+    """Return a value with its tensors, also those in containers, moved to a device."""
     if isinstance(value, Tensor):
         return value.to(device)
     if isinstance(value, dict):
@@ -107,39 +107,39 @@ def _moved(value: Any, device: torch.device) -> Any:
     return value
 
 
-# -- what can be done with one
+# -- operations on a module
 
 
 @export
 @inline
 def touch(module: nn.Module) -> None:
-    """Do nothing: to be answered, the module must exist."""
+    """Do nothing: the reply shows that the module exists."""
 
 
-# On the loop, hence in the order in which they and the forward passes of one caller arrive
+# These run on the loop, hence in the order in which they and the forward passes of one caller arrive
 @export
 @inline
 def set_mode(module: nn.Module, mode: bool) -> None:
-    """Let it train, or not."""
+    """Set the module to training or evaluation mode."""
     module.train(mode)
 
 
 @export
 @inline
 def set_requires_grad(module: nn.Module, requires_grad: bool) -> None:
-    """Let its parameters get gradients, or not."""
+    """Set whether the module's parameters get gradients."""
     module.requires_grad_(requires_grad)
 
 
 @export
 def parameter_rrefs(module: nn.Module, recurse: bool) -> dict[str, RRef[Parameter]]:
-    """An RRef to each parameter, by its name."""
+    """Return an RRef to each parameter, by its name."""
     return {name: RRef(parameter) for name, parameter in module.named_parameters(recurse=recurse)}
 
 
 @export
 async def get_state(module: nn.Module) -> dict[str, Any]:
-    """A copy of the state dict, on the CPU, made between two steps of an optimizer."""
+    """Return a copy of the state dict, on the CPU, made between two steps of an optimizer."""
     return await run_alone(module.parameters(), lambda: _copied_state(module))
 
 
@@ -152,6 +152,6 @@ def _copied_state(module: nn.Module) -> dict[str, Any]:
 
 @export
 async def load_state(module: nn.Module, state: Mapping[str, Any], strict: bool) -> tuple[list[str], list[str]]:
-    """Load a state dict between two steps of an optimizer; returns missing and unexpected keys."""
+    """Load a state dict between two steps of an optimizer; return missing and unexpected keys."""
     keys = await run_alone(module.parameters(), lambda: module.load_state_dict(state, strict=strict))
     return list(keys.missing_keys), list(keys.unexpected_keys)

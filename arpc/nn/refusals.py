@@ -1,4 +1,4 @@
-"""What an nn.Module can and a module that is elsewhere cannot, and what to do instead."""
+"""The methods of an nn.Module that a remote module does not support, and what to use instead."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BY_CLASS: Final = "let `module_cls` make the module as it is to be"
 _HOOKS: Final = "hooks run where the module does: let `module_cls` register them"
 _DEVICE: Final = "the device is part of the address that the RemoteModule is made with, as in 'worker1/cuda:0'"
 _PARAMETERS: Final = "use `await m.remote_parameters()`, or `await m.remote_named_parameters()` for the names too"
-# It is torch that asks a part of a model for its modules, and the model was asked for its parameters
+# torch calls this on a part of a model, when the program has asked the model for its parameters
 _WHOLE: Final = "for all parameters of a model that has one as a part, use `await arpc.nn.parameter_rrefs(model)`"
 _GRADIENTS: Final = "gradients belong to an autograd context and end with it"
 
@@ -50,7 +50,7 @@ _INSTEAD: Final = {
 
 
 class RefusingModule(nn.Module):
-    """An nn.Module without the methods that make no sense for one that is on another worker: they raise."""
+    """An nn.Module whose methods raise `UnsupportedError` if they make no sense for a module on another worker."""
 
 
 def _refusal(name: str, instead: str) -> Any:

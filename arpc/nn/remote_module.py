@@ -42,14 +42,14 @@ class Forward(Protocol[P, R_co]):
 class Unknown(Protocol):
     """Stands for the module of a ``RemoteModule[Any]``: no class has this member, so only ``Any`` fits it.
 
-    Without it mypy infers that no argument is right for a forward of which it knows nothing.
+    Without it mypy infers that no argument fits a ``forward`` that it does not know.
     """
 
     def is_unknown_to_arpc(self) -> None: ...
 
 
 class _ModuleFuture(OwnerFuture):
-    """The future of a call: what went wrong with the worker or the RRef says which module is meant."""
+    """The future of a call: errors about the worker or the RRef get a note that names the module."""
 
     module: RemoteModule[Any] | None = None
 
@@ -101,7 +101,7 @@ class RemoteModule(RefusingModule, Generic[M_co]):
 
     @staticmethod
     def at(remote_device: str, *, timeout: float | Unset = UNSET) -> Place:
-        """An address to create modules at, by a call that a type checker compares with the module's parameters.
+        """Return an address to create modules at. Type checkers compare the call with the module's parameters.
 
         ::
 
@@ -123,14 +123,14 @@ class RemoteModule(RefusingModule, Generic[M_co]):
     def from_module_rref(
         cls, module_rref: RRef[M_co], device: str | torch.device = "cpu", *, timeout: float | Unset = UNSET
     ) -> Self:
-        """A RemoteModule for a module that exists already, on ``device`` of the worker that owns the RRef."""
+        """Make a RemoteModule for a module that exists already, on ``device`` of the worker that owns the RRef."""
         made = cls.__new__(cls)
         cls._set_up(made, module_rref, parse_device(device), timeout, "module")
         return made
 
     @classmethod
     def init_from_module_rref(cls, remote_device: str, module_rref: RRef[M_co]) -> Self:
-        """`from_module_rref` as torch calls it. The address must be that of the RRef's owner."""
+        """Call `from_module_rref` with torch's signature. The address must be that of the RRef's owner."""
         address = Address.parse(remote_device)
         if address.worker not in {module_rref.owner_name(), module_rref.owner().id}:
             raise ConfigurationError(
@@ -139,7 +139,7 @@ class RemoteModule(RefusingModule, Generic[M_co]):
             )
         return cls.from_module_rref(module_rref, address.device)
 
-    # -- where it is
+    # -- location
 
     @property
     def on(self) -> str:
@@ -148,15 +148,15 @@ class RemoteModule(RefusingModule, Generic[M_co]):
 
     @property
     def device(self) -> torch.device:
-        """The device that it is on, there."""
+        """The device of the module on that worker."""
         return self._device
 
     def get_module_rref(self) -> RRef[M_co]:
-        """The RRef to the module: for calls of its other methods, and on its owner for the module itself."""
+        """Return the RRef to the module: for calls of its other methods, and on its owner for the module itself."""
         return self._rref
 
     def __await__(self) -> Generator[Any, None, Self]:
-        """Wait until the module has been made; raises what went wrong with that."""
+        """Wait until the module has been made; raises the error if that failed."""
         return self._made().__await__()
 
     async def _made(self) -> Self:
@@ -173,7 +173,7 @@ class RemoteModule(RefusingModule, Generic[M_co]):
         future.module = self
         try:
             self._rref.call_on_owner(future, handler, args, None, self._timeout, name=f"{self._name}.{name}")
-        except ArpcError as error:  # the RRef is known to be of no use
+        except ArpcError as error:  # the RRef is known to have failed
             if not future.done():
                 future.set_exception(error)
         return future
@@ -187,7 +187,7 @@ class RemoteModule(RefusingModule, Generic[M_co]):
     @overload
     def forward_async(self: RemoteModule[Forward[P, R_co]], *args: P.args, **kwargs: P.kwargs) -> Future[R_co]: ...
     def forward_async(self: RemoteModule[Any], *args: Any, **kwargs: Any) -> Future[Any]:
-        """Call the module now; the `Future` has the result. Grad mode is that of the caller."""
+        """Call the module now; return a `Future` of the result. Grad mode is that of the caller."""
         return self._call(owner.call_module, "forward", torch.is_grad_enabled(), self._moves_to, args, kwargs)
 
     @overload
@@ -199,7 +199,7 @@ class RemoteModule(RefusingModule, Generic[M_co]):
     @overload
     async def forward(self: RemoteModule[Forward[P, R_co]], *args: P.args, **kwargs: P.kwargs) -> R_co: ...
     async def forward(self: RemoteModule[Any], *args: Any, **kwargs: Any) -> Any:
-        """Call the module: what ``await m(...)`` does."""
+        """Call the module, as ``await m(...)`` does."""
         return await self.forward_async(*args, **kwargs)
 
     @overload
@@ -213,7 +213,7 @@ class RemoteModule(RefusingModule, Generic[M_co]):
         self: RemoteModule[Forward[P, R_co]], *args: P.args, **kwargs: P.kwargs
     ) -> Coroutine[Any, Any, R_co]: ...
     def __call__(self: RemoteModule[Any], *args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
-        """``await`` it: calls the module."""
+        """Return a coroutine that calls the module."""
         # without the hooks of an nn.Module, which would see a coroutine here
         return self.forward(*args, **kwargs)
 
@@ -227,11 +227,11 @@ class RemoteModule(RefusingModule, Generic[M_co]):
         return self._do(owner.set_mode, mode).then(self._after)
 
     def eval(self) -> Future[Self]:  # type: ignore[override]
-        """``train(False)``."""
+        """Call ``train(False)``."""
         return self.train(False)
 
     def requires_grad_(self, requires_grad: bool = True) -> Future[Self]:  # type: ignore[override]
-        """Say whether the module's parameters are to get gradients. It starts now; ``await`` it."""
+        """Set whether the module's parameters get gradients. The call starts now; await the `Future`."""
         return self._do(owner.set_requires_grad, requires_grad).then(self._after)
 
     def _after(self, done: Future[Any]) -> Self:
@@ -241,15 +241,15 @@ class RemoteModule(RefusingModule, Generic[M_co]):
     # -- parameters and state
 
     async def remote_parameters(self, recurse: bool = True) -> list[RRef[Parameter]]:
-        """RRefs to the parameters, in the order of ``module.parameters()``."""
+        """Return RRefs to the parameters, in the order of ``module.parameters()``."""
         return list((await self.remote_named_parameters(recurse)).values())
 
     async def remote_named_parameters(self, recurse: bool = True) -> dict[str, RRef[Parameter]]:
-        """RRefs to the parameters by their names."""
+        """Return RRefs to the parameters by their names."""
         return cast("dict[str, RRef[Parameter]]", await self._do(owner.parameter_rrefs, recurse))
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Future[dict[str, Any]]:  # type: ignore[override]
-        """``await`` it: a copy of the module's state on the CPU, as it is between two steps of an optimizer."""
+        """Return a future of a copy of the module's state, on the CPU, made between two steps of an optimizer."""
         if args or kwargs:
             raise UnsupportedError(_STATE_OF_WHOLE)
         return self._do(owner.get_state)
@@ -257,10 +257,10 @@ class RemoteModule(RefusingModule, Generic[M_co]):
     def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any], strict: bool = True
     ) -> Future[tuple[list[str], list[str]]]:
-        """``await`` it: loads a state between two steps of an optimizer; the missing and the unexpected keys."""
+        """Load a state between two steps of an optimizer. Returns a future of the missing and unexpected keys."""
         return self._do(owner.load_state, dict(state_dict), strict)
 
-    # -- who it is, and how it travels
+    # -- representation and pickling
 
     def extra_repr(self) -> str:
         return f"{self._name} on {self.on}/{self._device}"
@@ -282,7 +282,7 @@ class RemoteModule(RefusingModule, Generic[M_co]):
     def __reduce__(self) -> tuple[Any, ...]:
         unknown = self.__dict__.keys() - _KNOWN
         if unknown:
-            # its text, and not the handle itself, which would live as long as the record
+            # its text instead of the handle, which would live as long as the log record
             logger.warning("%s is sent without the attributes it was given: %s", repr(self), ", ".join(sorted(unknown)))
         return _rebuild, (type(self), self._rref, self._device, self._timeout, self._name, self.training)
 
@@ -319,7 +319,7 @@ def _rebuild(
     name: str,
     training: bool,
 ) -> RemoteModule[Any]:
-    """Another handle to the same module."""
+    """Make another handle to the same module."""
     made = cls.__new__(cls)
     cls._set_up(made, rref, device, timeout, name)
     made.training = training
@@ -327,7 +327,7 @@ def _rebuild(
 
 
 async def parameter_rrefs(module: nn.Module) -> list[RRef[Parameter]]:
-    """RRefs to all parameters of a model, of its local parts and of each `RemoteModule` in it: for an optimizer.
+    """Return RRefs to all parameters of a model, of its local parts and of each `RemoteModule` in it.
 
     ::
 

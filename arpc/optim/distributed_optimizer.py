@@ -25,8 +25,8 @@ __all__ = ["DistributedOptimizer"]
 class DistributedOptimizer(Optimizer):
     """A torch optimizer over parameters that are on any number of workers.
 
-    Each owner gets an optimizer of the given class over its parameters. `step` makes them all take the gradients of a
-    context and change the parameters, where they are::
+    Each owner gets an optimizer of the given class over its parameters. `step` makes all of them update the parameters
+    in place, with the gradients of a context::
 
         opt = await arpc.optim.DistributedOptimizer(torch.optim.SGD, await model.remote_parameters(), lr=0.05)
         scheduler = torch.optim.lr_scheduler.StepLR(opt, step_size=10)
@@ -42,7 +42,7 @@ class DistributedOptimizer(Optimizer):
     part; otherwise an error is raised at the first use.
 
     **Hyperparameters.** Once awaited, ``param_groups`` holds them as in any torch optimizer. Change them, or let a
-    scheduler of torch do so: the next step takes the changes to the owners.
+    scheduler of torch do so: the next step sends the changes to the owners.
 
     **Concurrent steps** over the same parameter are made one after the other, whether one trainer or several make them.
     With ``serialize_steps=False`` that holds only for steps of one optimizer; different optimizers write into the same
@@ -53,7 +53,7 @@ class DistributedOptimizer(Optimizer):
     process.
     """
 
-    # A subclass, because torch's schedulers take nothing else. Its __init__ is not for parameters that are elsewhere.
+    # A subclass, because torch's schedulers accept nothing else. The base's __init__ cannot take remote parameters.
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class DistributedOptimizer(Optimizer):
         self._add([_checked(group) for group in groups])
 
     def _add(self, groups: Sequence[Group]) -> None:
-        """Let each owner make an optimizer over its share of some groups."""
+        """Make an optimizer on each owner, over its share of some groups."""
         shares: dict[str, dict[int, tuple[list[RRef[Any]], list[int]]]] = {}
         count = sum(map(len, self._rrefs))
         first = len(self._rrefs)
@@ -96,7 +96,7 @@ class DistributedOptimizer(Optimizer):
             arguments = (self._optimizer_class, local, self._args, self._kwargs, self._rules, earlier)
             rref = remote(owner, make_local_optimizer, arguments)
             parts.append(Part(owner, rref, list(share_of), [indices for _, indices in share_of.values()]))
-        # all or none: `remote` may refuse what cannot be sent
+        # all or none: `remote` raises for arguments that cannot be sent
         self._parts += parts
         self._rrefs += [group["params"] for group in groups]
 
@@ -125,9 +125,9 @@ class DistributedOptimizer(Optimizer):
     async def step(  # type: ignore[override]
         self, context_id: int, *, timeout: float | Unset = UNSET
     ) -> None:
-        """Let every owner make one step with the gradients that a context has for its parameters.
+        """Make every owner take one step with the gradients that a context has for its parameters.
 
-        A parameter without a gradient is left alone. Returns when all owners have made the step. A step that an owner
+        A parameter without a gradient is unchanged. Returns when all owners have made the step. A step that an owner
         has begun is finished there, but owners do not wait for each other: if this is cancelled, or raises
         `WorkersFailedError`, some owners may have made the step. That error names them. Raises `AutogradError` if the
         context does not exist.
@@ -136,16 +136,16 @@ class DistributedOptimizer(Optimizer):
         await self._ready(timeout)
         changes = {part: part.changes(self.param_groups) for part in self._parts}
         calls = [(part, _bound(part.rref.rpc_async(timeout).step, context_id, changes[part])) for part in changes]
-        # a change that an owner may or may not have got goes there again
+        # a change that an owner may not have received is sent again
         await self._on_owners(f"the step of context {context_id}", calls, lambda part: part.told(changes[part]))
 
     async def state_dict(self, *, timeout: float | Unset = UNSET) -> dict[str, Any]:  # type: ignore[override]
-        """The state of all owners' optimizers in one, on the CPU: what one torch optimizer over all parameters has.
+        """Return the state of all owners' optimizers on the CPU, as one torch optimizer over all parameters has it.
 
-        Each owner's part is as it is between two steps.
+        Each owner's part is copied between two steps.
         """
         await self._ready(timeout)
-        parts, groups = list(self._parts), list(self.param_groups)  # of now: a group may be added during the wait
+        parts, groups = list(self._parts), list(self.param_groups)  # copies: a group may be added during the wait
         calls = [(part, part.rref.rpc_async(timeout).state_dict) for part in parts]
         states = [state for _, state in await self._on_owners("state_dict()", calls)]
         return joined_state(parts, states, groups)
@@ -153,7 +153,7 @@ class DistributedOptimizer(Optimizer):
     async def load_state_dict(  # type: ignore[override]
         self, state_dict: Mapping[str, Any], *, timeout: float | Unset = UNSET
     ) -> None:
-        """Take over a state that `state_dict` has returned, or that of a torch optimizer over the same parameters."""
+        """Load a state that `state_dict` has returned, or that of a torch optimizer over the same parameters."""
         await self._ready(timeout)
         check_state(state_dict, self.param_groups)
         calls = [
@@ -173,11 +173,11 @@ class DistributedOptimizer(Optimizer):
             group.update(copied(old), params=params)
 
     def add_param_group(self, param_group: Mapping[str, Any]) -> None:
-        """One more group, of RRefs and the hyperparameters that differ. Nothing is waited for, as in the beginning.
+        """Add a group of RRefs with the hyperparameters that differ. Like the constructor, this does not wait.
 
         It appears in ``param_groups`` with the next step, or when the optimizer is awaited again. A parameter that is
         in another group already is refused: at once if it is the same RRef, and with the next step if only the owner
-        can tell.
+        can find that out.
         """
         group = _checked(param_group)
         known = {id(rref) for rrefs in self._rrefs for rref in rrefs}
@@ -191,14 +191,14 @@ class DistributedOptimizer(Optimizer):
         calls: Sequence[tuple[Part, Callable[[], Future[Any]]]],
         done: Callable[[Part], None] | None = None,
     ) -> list[tuple[Part, Any]]:
-        """Make a call for each of some parts at once, and wait until all have ended."""
+        """Make one call per part, concurrently, and wait until all have ended."""
         started: list[tuple[Part, Future[Any]]] = []
         errors: list[tuple[str, Exception]] = []
         results: list[tuple[Part, Any]] = []
         for part, call in calls:
             try:
                 started.append((part, call()))
-            except Exception as error:  # noqa: BLE001 - one that is known to be lost must not keep the others from it
+            except Exception as error:  # noqa: BLE001 - a lost owner must not stop the calls to the others
                 errors.append((part.owner, error.with_traceback(None)))
         try:
             if started:
@@ -221,7 +221,7 @@ class DistributedOptimizer(Optimizer):
             raise WorkersFailedError.of(what, errors, [part.owner for part, _ in results])
         return results
 
-    # -- what torch's optimizers have, and this one cannot
+    # -- features of torch's optimizers that this one does not have
 
     def __getattr__(self, name: str) -> NoReturn:
         if name in {"param_groups", "defaults"}:
@@ -234,7 +234,7 @@ class DistributedOptimizer(Optimizer):
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def zero_grad(self, set_to_none: bool = True) -> NoReturn:
-        """Not needed: gradients belong to a context, and end with it."""
+        """Raise `UnsupportedError`: gradients belong to a context, and end with it."""
         raise UnsupportedError(
             "there is nothing to zero: gradients belong to an autograd context, and end with it. Leave zero_grad() out"
         )
@@ -252,7 +252,7 @@ class DistributedOptimizer(Optimizer):
     register_load_state_dict_pre_hook = _no_hooks
     register_load_state_dict_post_hook = _no_hooks
 
-    # -- who it is, and how it travels
+    # -- representation and pickling
 
     def __repr__(self) -> str:
         name = getattr(self._optimizer_class, "__name__", repr(self._optimizer_class))
@@ -275,7 +275,7 @@ def _rebuild(
     rrefs: list[list[RRef[Any]]],
     parts: list[tuple[str, RRef[Any], tuple[int, ...], tuple[tuple[int, ...], ...]]],
 ) -> DistributedOptimizer:
-    """Another handle to the same optimizers of the owners."""
+    """Make another handle to the owners' optimizers."""
     made = DistributedOptimizer.__new__(DistributedOptimizer)
     made.__setstate__(
         {
@@ -295,7 +295,7 @@ def _bound(call: Callable[..., Future[Any]], *args: Any) -> Callable[[], Future[
 
 
 def _checked(group: Any) -> Group:
-    """A group of its own, whose parameters are a list of RRefs."""
+    """Return a copy of a group, with a list of RRefs as its parameters; raise `ConfigurationError` if it is invalid."""
     if not isinstance(group, Mapping) or "params" not in group:
         raise ConfigurationError("a parameter group is a dict, with a list of RRefs as its 'params'")
     params = group["params"]
@@ -312,12 +312,12 @@ def _checked(group: Any) -> Group:
 
 
 def _refuse_closures(optimizer_class: Callable[..., Optimizer]) -> None:
-    """An optimizer like LBFGS computes the loss again and again within one step."""
+    """Raise `ConfigurationError` for an optimizer like LBFGS, which computes the loss repeatedly within one step."""
     step = getattr(optimizer_class, "step", None)
     try:
         parameters = list(inspect.signature(step).parameters.values())[1:] if callable(step) else []
     except (TypeError, ValueError):
-        return  # it does not tell
+        return  # it has no signature
     needed = [
         p.name for p in parameters if p.default is p.empty and p.kind in {p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD}
     ]

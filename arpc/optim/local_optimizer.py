@@ -28,7 +28,7 @@ TWICE: Final = "some parameters appear in more than one parameter group: each wo
 
 @register_type
 class StepRules(NamedTuple):
-    """What holds for every step of an optimizer."""
+    """The settings for every step of an optimizer."""
 
     serialize_steps: bool
     check_versions: bool
@@ -36,7 +36,7 @@ class StepRules(NamedTuple):
 
 @register_type
 class Description(NamedTuple):
-    """What the other side has to know of an optimizer."""
+    """The description of a local optimizer for the `DistributedOptimizer`."""
 
     groups: list[Group]
     """The hyperparameters of each group, without its parameters."""
@@ -54,14 +54,14 @@ async def make_local_optimizer(
 ) -> LocalOptimizer:
     """Make an optimizer over parameters of this worker, given as RRefs. Runs on their owner.
 
-    ``earlier`` are those that the same optimizer has here for other groups, which must not have the same parameters.
+    ``earlier`` are the parts that the same optimizer has here for other groups: no parameter may be in both.
     """
     found = [{**group, "params": [await bare(rref).local_value() for rref in group["params"]]} for group in groups]
     taken = {id(parameter) for rref in earlier for parameter in (await bare(rref).local_value()).parameters}
     if any(id(parameter) in taken for group in found for parameter in group["params"]):
         raise ConfigurationError(TWICE)
     worker = current()
-    # Torch's optimizers import it when they are first used, which takes most of a second: no step is to wait for that
+    # Torch's optimizers import it when they are first used, which takes most of a second: no step should wait for that
     await worker.agent.dispatcher.threads.call(import_module, "torch._dynamo")
     try:
         made: LocalOptimizer = await worker.rref_context.call(
@@ -79,8 +79,8 @@ class LocalOptimizer:
     """A torch optimizer over *stand-ins* of parameters.
 
     A stand-in has the memory of its parameter and a ``.grad`` of its own. So gradients of a context never appear in the
-    ``.grad`` of a parameter, where others may be accumulating theirs, and any number of optimizers can hold different
-    gradients for the same parameter at the same time.
+    ``.grad`` of a parameter, where other code may be accumulating its own, and any number of optimizers can hold
+    different gradients for the same parameter at the same time.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class LocalOptimizer:
         rules: StepRules,
     ) -> None:
         self._rules = rules
-        stand_ins: dict[int, Tensor] = {}  # the same for the same parameter, so that torch notices if one comes twice
+        stand_ins: dict[int, Tensor] = {}  # one per parameter, so that torch detects duplicates
         self.parameters: list[Tensor] = []
         for group in groups:
             for parameter in group["params"]:
@@ -104,24 +104,24 @@ class LocalOptimizer:
         self._optimizer = optimizer_class(placed, *args, **kwargs)
 
     async def _alone(self, function: Callable[[], Any]) -> Any:
-        """Run a function in a thread, with the parameters to itself, or at least the stand-ins."""
+        """Run a function in a thread, with exclusive use of the parameters, or at least of the stand-ins."""
         return await run_alone(self.parameters if self._rules.serialize_steps else self._stand_ins, function)
 
-    # -- what the other side calls
+    # -- called by the `DistributedOptimizer`
 
     async def step(self, context_id: int, changes: Sequence[Group]) -> None:
-        """Let the optimizer make a step with the gradients of a context, after changing its hyperparameters."""
+        """Take a step with the gradients of a context, after changing the hyperparameters."""
         try:
             gradients = get_gradients(context_id)
         except AutogradError:
-            gradients = {}  # whoever asks knows the context: it has not touched this worker
+            gradients = {}  # the caller has the context: it has not reached this worker
         await self._alone(lambda: self._step(gradients, changes))
 
     async def describe(self) -> Description:
         return await self._alone(self._describe)  # type: ignore[no-any-return]
 
     async def state_dict(self) -> dict[str, Any]:
-        """A copy of the state, as torch numbers it, between two steps."""
+        """Return a copy of the state between two steps, numbered as torch does."""
         return await self._alone(lambda: copied(self._optimizer.state_dict()))  # type: ignore[no-any-return]
 
     async def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -133,7 +133,7 @@ class LocalOptimizer:
         for group, changed in zip(self._optimizer.param_groups, changes, strict=True):
             for key, value in changed.items():
                 if isinstance(group.get(key), Tensor):
-                    group[key].copy_(value)  # captured graphs, and the optimizer itself, hold on to the tensor
+                    group[key].copy_(value)  # captured graphs, and the optimizer itself, refer to the tensor
                 else:
                     group[key] = value
         try:
@@ -169,13 +169,13 @@ def _stand_in(parameter: Any) -> Tensor:
 
 
 def _follow(stand_in: Tensor, parameter: Tensor) -> None:
-    """A parameter's memory is replaced when its module is moved or cast."""
+    """Follow the parameter's memory, which is replaced when its module is moved or cast."""
     if stand_in.data_ptr() != parameter.data_ptr() or stand_in.dtype != parameter.dtype:
         stand_in.data = parameter.data
 
 
 def copied(value: Any) -> Any:
-    """A deep copy of plain containers and tensors, which go to the CPU: others may not have the device."""
+    """Return a deep copy of plain containers and tensors. Tensors go to the CPU: the receiver may lack the device."""
     if isinstance(value, Tensor):
         return value.detach().to("cpu", copy=True)
     if isinstance(value, dict):

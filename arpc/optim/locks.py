@@ -1,4 +1,4 @@
-"""Who may change which parameters now. One `ParameterLocks` for each worker."""
+"""Locks on sets of parameters, so that one step at a time changes them. Each worker has one `ParameterLocks`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _Keys = frozenset[int]
 
 
 class _Request:
-    """Somebody who waits."""
+    """A request for a set of parameters that has to wait."""
 
     __slots__ = ("granted", "keys")
 
@@ -33,9 +33,9 @@ class _Request:
 class ParameterLocks:
     """Exclusive use of sets of parameters, which may overlap.
 
-    A set is had as a whole or waited for as a whole, so nobody ever holds a part while waiting for the rest, and
-    there is no deadlock. Sets that do not overlap do not wait for each other; those that do are served in the order
-    in which they were asked for, so nobody starves.
+    A set is held as a whole or waited for as a whole: no request holds a part while it waits for the rest, so there is
+    no deadlock. Sets that do not overlap do not wait for each other; those that do are served in the order of the
+    requests, so none starves.
     """
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class ParameterLocks:
 
     @asynccontextmanager
     async def hold(self, parameters: Iterable[Tensor]) -> AsyncIterator[None]:
-        """Have some parameters alone for the length of a block. They must stay alive meanwhile."""
+        """Hold some parameters exclusively for the length of a block. They must stay alive meanwhile."""
         keys = frozenset(map(id, parameters))
         if self._is_free(keys, (request.keys for request in self._waiting)):
             self._held.append(keys)
@@ -76,7 +76,7 @@ class ParameterLocks:
         passed_over: list[_Keys] = []
         for request in list(self._waiting):
             if request.granted.cancelled():
-                continue  # it is about to leave the queue by itself
+                continue  # its task is about to remove it from the queue
             if self._is_free(request.keys, passed_over):
                 self._waiting.remove(request)
                 self._held.append(request.keys)
@@ -86,19 +86,20 @@ class ParameterLocks:
 
     @property
     def is_idle(self) -> bool:
-        """Nobody holds or waits for anything."""
+        """Whether no set of parameters is held or waited for."""
         return not self._held and not self._waiting
 
 
 async def run_alone(parameters: Iterable[Tensor], function: Callable[[], T]) -> T:
-    """Run a function in a thread of the current worker, which has some parameters to itself meanwhile.
+    """Run a function in a thread of the current worker, with exclusive use of some parameters.
 
-    Cancelled while it waits for them, it is never run. Once it runs it is finished, and only then is whoever waits
-    cancelled: nobody else gets at the parameters while a thread is still changing them.
+    If this is cancelled while it waits for them, the function never runs. Once the function runs it is finished, and
+    only then is the caller cancelled: no other step gets the parameters while a thread is still changing them.
+    Raises `ShutdownError` if the worker has been shut down.
     """
     worker = current()
     if worker.is_shut_down:
-        # its loop may be closed: nobody would ever hear from the thread, and waiting for one cannot be cancelled
+        # its loop may be closed: the thread's result would never arrive, and the wait for it cannot be cancelled
         raise ShutdownError(f"worker {worker.name!r} has been shut down: it changes no parameters any more")
     async with worker.keep(ParameterLocks).hold(parameters):
         running = worker.agent.dispatcher.threads.call(copy_context().run, function)
@@ -109,6 +110,6 @@ async def run_alone(parameters: Iterable[Tensor], function: Callable[[], T]) -> 
             except asyncio.CancelledError as error:
                 cancelled = error
         if cancelled is not None:
-            running.exception()  # looked at: it is nobody's any more
+            running.exception()  # retrieve it, or asyncio would log it
             raise cancelled
         return cast("T", running.result())

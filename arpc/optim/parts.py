@@ -1,4 +1,4 @@
-"""How one optimizer is cut into parts, one for each owner, and put together again. Nothing here waits for anybody."""
+"""Splits one optimizer into parts, one for each owner, and joins their states. Nothing here does I/O."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ __all__ = ["Part", "check_state", "joined_state", "part_of_state"]
 
 
 class Part:
-    """One `LocalOptimizer`, and which of all groups and parameters it has."""
+    """One `LocalOptimizer`, with its groups and parameters among those of the whole optimizer."""
 
     def __init__(
         self,
@@ -32,10 +32,10 @@ class Part:
         self.parameters = tuple(map(tuple, parameters))
         """For each of its groups, the numbers of the parameters, as torch would number them all."""
         self.known: list[Group] | None = None
-        """The hyperparameters of its groups as the owner has them; None if nobody has asked."""
+        """The hyperparameters of its groups as the owner has them; None until the owner has described them."""
 
     def changes(self, groups: Sequence[Group]) -> list[Group]:
-        """What the owner has to be told for its hyperparameters to be those of the whole."""
+        """Return the changes that give the owner the hyperparameters of the whole optimizer."""
         assert self.known is not None
         return [
             {
@@ -47,7 +47,7 @@ class Part:
         ]
 
     def told(self, changes: Sequence[Group]) -> None:
-        """The owner has made these changes."""
+        """Record that the owner has made these changes."""
         assert self.known is not None
         for known, changed in zip(self.known, changes, strict=True):
             known.update(changed)
@@ -63,12 +63,12 @@ def _equal(one: Any, other: Any) -> bool:
 
 
 def joined_state(parts: Sequence[Part], states: Sequence[Mapping[str, Any]], groups: Sequence[Group]) -> dict[str, Any]:
-    """The state of one optimizer over all parameters, from those of its parts and its hyperparameters."""
+    """Return the state of one optimizer over all parameters, from those of its parts and its hyperparameters."""
     joined: dict[Any, Any] = {}
     saved_groups: list[Group] = [{} for _ in groups]
     for part, state in zip(parts, states, strict=True):
         whole_number: dict[Any, int] = {}
-        # the changes have been made here, and go to the owners with the next step
+        # changes that were made here are sent to the owners with the next step
         rows = zip(part.groups, part.parameters, state["param_groups"], part.changes(groups), strict=True)
         for number, indices, group, changes in rows:
             whole_number.update(zip(group["params"], indices, strict=True))
@@ -84,7 +84,7 @@ def joined_state(parts: Sequence[Part], states: Sequence[Mapping[str, Any]], gro
 
 
 def check_state(state: Mapping[str, Any], groups: Sequence[Group]) -> None:
-    """Raise if a state is not one of an optimizer with such groups."""
+    """Raise `ConfigurationError` if a state is not one of an optimizer with such groups."""
     saved = state["param_groups"]
     if len(saved) != len(groups):
         raise ConfigurationError(f"the state has {len(saved)} parameter groups, and the optimizer {len(groups)}")
@@ -97,7 +97,7 @@ def check_state(state: Mapping[str, Any], groups: Sequence[Group]) -> None:
 
 
 def part_of_state(part: Part, state: Mapping[str, Any]) -> dict[str, Any]:
-    """What one part has to load of the state of the whole."""
+    """Return the share of the whole optimizer's state that one part has to load."""
     # The state may number its parameters in any way; their order in the groups is what counts
     whole = [key for group in state["param_groups"] for key in group["params"]]
     own: dict[Any, Any] = {}

@@ -1,4 +1,4 @@
-"""Both ends of connections, watched: what a transport tells each of them can be waited for and looked at afterwards."""
+"""Both ends of connections, for tests: each records the transport's callbacks, so that a test can wait for them."""
 
 from __future__ import annotations
 
@@ -22,24 +22,24 @@ LIMITS: Final = Limits(1 << 28, 1 << 36)
 
 
 async def turns_until(condition: Callable[[], Any]) -> None:
-    """Let the loop turn until something is true that nobody announces, such as a number of bytes having arrived."""
-    while not condition():  # noqa: ASYNC110 - nobody sets an event
+    """Let the loop run until a condition without an event is true, such as a number of bytes having arrived."""
+    while not condition():  # noqa: ASYNC110 - there is no event
         await asyncio.sleep(0)
 
 
 def small_frame(number: int, payload: bytes = b"") -> bytes:
-    """A request that carries its content in itself."""
+    """Return a request that includes its content."""
     return frame(MessageType.REQUEST, 0, number, 0, 0, payload)
 
 
 def bulk_frame(number: int, buffers: list[memoryview]) -> bytes:
-    """A request whose content is sent after it, see `Connection.send_bulk`."""
+    """Return a request whose content is sent after it, see `Connection.send_bulk`."""
     sizes = tuple(buffer.nbytes for buffer in buffers)
     return frame(MessageType.REQUEST, 0, number, 0, 0, b"", buffer_sizes=sizes)
 
 
 class Endpoint:
-    """Hears of one connection (it is a `Receiver`), and remembers all of it."""
+    """A `Receiver` that records all callbacks of one connection."""
 
     def __init__(self) -> None:
         self.opened: list[Connection] = []
@@ -47,7 +47,7 @@ class Endpoint:
         self.lost: list[Exception | None] = []
         self.drained = 0
         self.fail_in = ""
-        """The name of the method that is to raise."""
+        """The name of the callback that shall raise; empty for none."""
         self._connection: Connection | None = None
 
     @property
@@ -65,7 +65,7 @@ class Endpoint:
 
     @property
     def numbers(self) -> list[int]:
-        """The ids of the requests that came, in their order."""
+        """The ids of the requests received, in their order."""
         return [message.id for message in self.messages if message.type is MessageType.REQUEST]
 
     # -- called by the connection
@@ -91,19 +91,19 @@ class Endpoint:
         if self.fail_in == name:
             raise ZeroDivisionError(f"{name} was told to fail")
 
-    # -- called by the one who watches
+    # -- called by the test
 
     async def until(self, condition: Callable[[], Any]) -> None:
-        """Return when the condition holds; it is looked at in every turn of the loop."""
+        """Return when the condition holds; it is checked in every turn of the loop."""
         await turns_until(condition)
 
     async def received(self, count: int) -> list[Message]:
-        """The messages, once there are that many."""
+        """Return the messages, once there are that many."""
         await self.until(lambda: len(self.messages) >= count)
         return self.messages
 
     async def ended(self) -> Exception | None:
-        """How the connection ended, once it has."""
+        """Return the error that ended the connection, once it has ended; None if it was closed on purpose."""
         await self.until(lambda: self.lost)
         return self.lost[0]
 
@@ -118,7 +118,7 @@ class Pair(NamedTuple):
 class Endpoints:
     """A listener of a transport, and connections to it. At the end of its ``async with`` all of them are closed.
 
-    ``unhandled`` holds what the loop had to tell its exception handler: a transport never lets it come to that.
+    ``unhandled`` holds the calls of the loop's exception handler: a conformant transport causes none.
     """
 
     def __init__(self, transport: Transport, address: str, *, secret: bytes | None = None) -> None:
@@ -127,9 +127,9 @@ class Endpoints:
         self.unhandled: list[dict[str, Any]] = []
         self.listener: Listener
         self.allocate: Callable[[int], memoryview] = allocate_memory
-        """Makes the memory that far ends receive large buffers in."""
+        """The function that allocates memory into which far ends receive large buffers."""
         self.admit: Callable[[Identity], None] = lambda _: None
-        """What far ends say to a peer that proved itself."""
+        """The function with which far ends admit an authenticated peer; it may raise `Refused`."""
         self.accept_failing_in = ""
         self._address = address
         self._secret = secret
@@ -155,7 +155,7 @@ class Endpoints:
             assert not self.unhandled, f"errors nobody handled: {self.unhandled}"
 
     def accept(self) -> tuple[Protocol, Endpoint]:
-        """What the listener is given: a far end for each connection that comes in."""
+        """Make a far end for an incoming connection. The listener calls this."""
         endpoint = Endpoint()
         endpoint.fail_in = self.accept_failing_in
         self.accepted.append(endpoint)
@@ -163,11 +163,11 @@ class Endpoints:
         return Protocol(handshake, LIMITS, self.allocate), endpoint
 
     def connector(self, secret: bytes | None = None) -> Protocol:
-        """What a near end speaks."""
+        """Make the protocol of a near end."""
         return Protocol(Handshake(Role.CONNECTOR, NEAR, secret or self._secret), LIMITS)
 
     async def start(self, protocol: Protocol | None = None, address: str | None = None) -> Endpoint:
-        """A near end whose handshake has begun."""
+        """Connect a near end, and begin its handshake."""
         near = Endpoint()
         protocol = protocol or self.connector()
         near.connection = await self.transport.connect(address or self.listener.address, protocol, near)
@@ -175,12 +175,12 @@ class Endpoints:
         return near
 
     async def next_accepted(self, index: int = -1) -> Endpoint:
-        """The far end of that number, once it is there."""
+        """Return the far end with that index, once it exists."""
         await turns_until(lambda: len(self.accepted) >= max(1, index + 1))
         return self.accepted[index]
 
     async def pair(self) -> Pair:
-        """An open connection."""
+        """Open a connection, and return both of its ends."""
         number = len(self.accepted)
         near = await self.start()
         await near.connection.wait_opened()

@@ -1,7 +1,7 @@
-"""A network that loses, delays, repeats and reorders messages, or cuts connections, as told and always the same way.
+"""A network that loses, delays, repeats and reorders messages, or cuts connections, on demand and reproducibly.
 
 Faults act on whole messages of a type, on the sending side, after the handshake. Counts are per `FaultyTransport`, so
-that a test can say "the first three"; chance is a matter of the seed and of how many messages of the type went before.
+that a test can say "the first three"; chance depends on the seed and on how many messages of the type went before.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ Action = Literal["drop", "delay", "duplicate", "reorder", "cut"]
 
 _TYPE_BYTE: Final = 4
 _TYPES: Final = {int(type_): type_ for type_ in MessageType}
-# The handshake, and what the two ends of a connection say to each other to stay in step: a peer would not take it for
-# a bad network but for a peer that speaks another language
+# The handshake, and the messages that keep the two ends of a connection in step: with faults in these, a peer would
+# report a protocol error instead of a bad network
 _UNTOUCHABLE: Final = frozenset(
     type_ for type_ in MessageType if type_ < MessageType.FUNCTION and type_ is not MessageType.PING
 )
@@ -36,7 +36,7 @@ _UNTOUCHABLE: Final = frozenset(
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """What happens to messages of a type.
+    """A fault that hits messages of a type.
 
     ``drop``: never arrives. ``delay``: arrives ``delay_s`` later, others overtake it. ``duplicate``: arrives twice.
     ``reorder``: arrives after the next message of its connection, or ``delay_s`` later if none follows. ``cut``: the
@@ -46,12 +46,12 @@ class Fault:
     type: MessageType
     action: Action
     count: int | None = None
-    """How many messages it hits; None: no end to it."""
+    """The number of messages that it hits; None for no limit."""
     probability: float = 1.0
-    """With which each is hit."""
+    """The probability with which each is hit."""
     delay_s: float = 0.01
     after: int = 0
-    """How many messages of the type pass before."""
+    """The number of messages of the type that pass before the first hit."""
 
     def __post_init__(self) -> None:
         if self.type in _UNTOUCHABLE:
@@ -65,7 +65,7 @@ class Fault:
 
 
 class _Active:
-    """A fault at work. Its chances are its own: other faults, and when they are injected, do not change them."""
+    """An active fault. Its random numbers are its own: other faults, and when they are injected, do not change them."""
 
     def __init__(self, fault: Fault, seed: str) -> None:
         self.fault = fault
@@ -84,7 +84,7 @@ class _Active:
 
 
 class FaultyTransport(Transport):
-    """Another transport, with faults. ``seed`` decides which messages they hit when they hit by chance.
+    """Another transport, with faults. ``seed`` decides which messages a fault with a probability hits.
 
     ::
 
@@ -95,9 +95,9 @@ class FaultyTransport(Transport):
 
     def __init__(self, inner: Transport, faults: list[Fault] | None = None, *, seed: int = 0) -> None:
         self.injected: Counter[tuple[MessageType, Action]] = Counter()
-        """How often each kind of fault has happened."""
+        """The number of times that each kind of fault has happened."""
         self.seen: Counter[MessageType] = Counter()
-        """How many messages of each type were sent, with or without a fault."""
+        """The number of messages of each type that were sent, with or without a fault."""
         self._inner = inner
         self._seed = seed
         self._active: list[_Active] = []
@@ -107,17 +107,17 @@ class FaultyTransport(Transport):
 
     @property
     def faults(self) -> tuple[Fault, ...]:
-        """The faults at work, the first of which goes first."""
+        """The active faults. If several hit a message, the first one takes effect."""
         return tuple(active.fault for active in self._active)
 
     def inject(self, fault: Fault) -> Fault:
-        """Add a fault from now on."""
+        """Add a fault from now on, and return it."""
         self._active.append(_Active(fault, f"{self._seed}/{self._made}"))
         self._made += 1
         return fault
 
     def heal(self) -> None:
-        """No more faults; what is delayed still arrives."""
+        """Remove all faults; delayed messages still arrive."""
         self._active.clear()
 
     async def connect(self, address: str, protocol: Protocol, receiver: Receiver) -> Connection:
@@ -132,7 +132,7 @@ class FaultyTransport(Transport):
         return await self._inner.listen(address, accept_faulty)
 
     def choose(self, type_: MessageType) -> Fault | None:
-        """The fault that hits the next message of a type, if any."""
+        """Return the fault that hits the next message of a type, if any."""
         self.seen[type_] += 1
         # all are asked, so that each counts all messages of its type
         hitting = [active for active in self._active if active.fault.type is type_ and active.would_hit()]
@@ -145,7 +145,7 @@ class FaultyTransport(Transport):
 
 
 class _FaultyReceiver:
-    """Hears of a connection, and tells another receiver of the same one with faults."""
+    """Passes the callbacks of a connection to another receiver, with the faulty connection in its place."""
 
     def __init__(self, receiver: Receiver, transport: FaultyTransport) -> None:
         self._receiver = receiver
@@ -153,10 +153,10 @@ class _FaultyReceiver:
         self._faulty: _FaultyConnection | None = None
 
     def wrapped(self, connection: Connection) -> Connection:
-        """The connection with faults, always the same object."""
+        """Return the connection with faults, always the same object."""
         if self._faulty is None:
             self._faulty = _FaultyConnection(connection, self._transport)
-        return cast("Connection", self._faulty)  # it has all that a connection has
+        return cast("Connection", self._faulty)  # it has all members of a connection
 
     def connection_opened(self, connection: Connection) -> None:
         self._receiver.connection_opened(self.wrapped(connection))
@@ -175,7 +175,7 @@ class _FaultyReceiver:
 
 
 class _FaultyConnection:
-    """A connection whose messages meet faults. All that is not about sending messages is that of the inner one."""
+    """A connection whose sent messages meet faults. All else is delegated to the inner connection."""
 
     _connection: Connection
     _transport: FaultyTransport
@@ -199,7 +199,7 @@ class _FaultyConnection:
         self._connection.redirect(lambda _, messages: messages_received(this, messages))
 
     def share_writing(self) -> None:
-        """Threads cannot: what they send would meet no faults."""
+        """Do nothing: messages that threads write themselves would meet no faults."""
 
     def send_message(
         self, type_: int, flags: int, id_: int, arg: int, timeout_ms: int, content: Content
@@ -212,13 +212,13 @@ class _FaultyConnection:
 
     def send_bulk(self, data: bytes, buffers: list[memoryview]) -> BulkSend:
         sent = self._apply(data[_TYPE_BYTE], lambda: self._connection.send_bulk(data, buffers))
-        # one that is not on its way yet, or never will be, cannot be dropped
+        # one that is delayed or lost cannot be dropped
         return sent or BulkSend(buffers)
 
     # -- faults
 
     def _apply(self, type_byte: int, send: Callable[[], T]) -> T | None:
-        """Send a message, or what a fault makes of it; what was returned, if it was sent now."""
+        """Send a message, subject to faults; return the result of the send if it was sent now."""
         type_ = _TYPES.get(type_byte)
         fault = self._transport.choose(type_) if type_ is not None else None
         action = fault.action if fault is not None else None
@@ -256,7 +256,7 @@ class _FaultyConnection:
         self._timers.add(timer)
 
     def forget_all(self) -> None:
-        """The connection is over, and what was on its way with it."""
+        """Drop all held and delayed messages: the connection has ended."""
         self._held = None
         for timer in self._timers:
             timer.cancel()

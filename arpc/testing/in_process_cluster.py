@@ -64,7 +64,7 @@ class Cluster(Sequence[Worker]):
         self._workers.extend(task.result() for task in tasks)
 
     async def add(self, name: str) -> Worker:
-        """Let one more worker join an elastic group."""
+        """Start one more worker in an elastic group; raise `ConfigurationError` if it is not elastic."""
         if not self._elastic:
             raise ConfigurationError("only an elastic cluster takes more workers: cluster(..., elastic=True)")
         await self.start([name])
@@ -100,7 +100,7 @@ async def cluster(
     transports: Mapping[str, Transport] | None = None,
     elastic: bool = False,
 ) -> AsyncIterator[Cluster]:
-    """A group of workers in this process, named ``worker0``, ``worker1`` and so on, or as given.
+    """Run a group of workers in this process, named ``worker0``, ``worker1`` and so on, or as given.
 
     ::
 
@@ -125,5 +125,5 @@ async def cluster(
     else:
         await group.shutdown()
     finally:
-        if current_scope.get() is scope:  # a notebook leaves it in another cell, and so in another context
+        if current_scope.get() is scope:  # a notebook exits in another cell, and so in another context
             current_scope.set(before)

@@ -1,4 +1,4 @@
-"""Runs the trial in child processes; see the package."""
+"""Reads falsified inputs in child processes; see the package."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ _SLOW: Final = frozenset(("nested", "quantized", "archive", "lanes"))
 
 
 def input_number(seed: int, number: int, quick: list[Input], slow: list[Input]) -> Input:
-    """An input, the same each time it is asked for."""
+    """Return the input of a number, always the same."""
     random = Random(seed << 40 | number)
     return lie(random.choice(slow if not random.randrange(_RARELY) else quick), random)
 
 
 def main() -> int:
-    """Run what was asked for; returns 1 if anything was found."""
+    """Run the requested inputs; return 1 if anything was found."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=1_000_000, help="how many inputs (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="to repeat a run; 0 takes another one each time")
@@ -54,14 +54,14 @@ def main() -> int:
     parser.add_argument("--found", type=Path, default=Path("build/fuzz"), help="where findings are kept (%(default)s)")
     options = parser.parse_args()
     seed = options.seed or time.time_ns() % (1 << 31)
-    warnings.simplefilter("ignore")  # of torch, about layouts it still works on
+    warnings.simplefilter("ignore")  # torch warns of layouts that it is still working on
     inputs = valid_inputs()
     slow = [given for given in inputs if given.way in _SLOW]
     quick = [given for given in inputs if given.way not in _SLOW]
     options.found.mkdir(parents=True, exist_ok=True)
     print(f"seed {seed}, {len(inputs)} kinds of messages", flush=True)
     faulthandler.enable()
-    torch.set_num_threads(1)  # others would be missing after a fork
+    torch.set_num_threads(1)  # further threads would be missing after a fork
     trial = Trial(opened_protocol())
     for given in inputs:
         before = trial.built
@@ -95,7 +95,7 @@ def main() -> int:
 
 
 def run_child(trial: Trial, made: Callable[[int], Input], number: int, end: int, shared: mmap.mmap) -> int:
-    """Run inputs until all are done, or one of them is a finding. The number of the one under way is in the memory."""
+    """Run inputs until all are done, or one of them is a finding. ``shared`` has the number of the present input."""
     trial.built = 0
     gc.freeze()  # so that a collection takes no time
     addresses = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + _MORE_ADDRESSES
@@ -107,7 +107,7 @@ def run_child(trial: Trial, made: Callable[[int], Input], number: int, end: int,
         signal.alarm(_SECONDS_PER_INPUT)
         try:
             trial.run(made(current), is_thorough=current % _THOROUGH == 0)
-        except BaseException:  # noqa: BLE001 - that is what is looked for
+        except BaseException:  # noqa: BLE001 - this is a finding
             traceback.print_exc()
             return 1
         if peak_kb() > limit_kb:
@@ -121,7 +121,7 @@ def run_child(trial: Trial, made: Callable[[int], Input], number: int, end: int,
 
 
 def peak_kb() -> int:
-    """The most memory this process has had."""
+    """Return the peak memory of this process, in KiB."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 

@@ -1,4 +1,4 @@
-"""Changes fields of what a peer says: one to four of them, each to a value that arithmetic may stumble over."""
+"""Changes fields of a peer's message: one to four of them, each to a value that breaks careless arithmetic."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _BITS: Final = 64
 
 
 def lie(true: Input, random: Random) -> Input:
-    """What was said, changed. The original stays as it is."""
+    """Return a changed copy of an input. The original stays as it is."""
     content = _copied(true.content)
     if not random.randrange(_FEW) and (pairs := list(_pairs(content))):
         _overflow(*random.choice(pairs), random)
@@ -43,7 +43,7 @@ def _copied(value: Any) -> Any:
 
 
 def _change(content: list[Any], random: Random) -> None:
-    """Change one field, found by going down at random."""
+    """Change one field, found by a random descent into the lists."""
     place = content
     while True:
         if not place:
@@ -76,7 +76,7 @@ def _change_list(place: list[Any], index: int, random: Random) -> None:
 
 
 def _pairs(values: list[Any]) -> Iterator[tuple[list[Any], list[Any]]]:
-    """Lists of as many integers, side by side: shapes and strides."""
+    """Yield neighbouring lists with equally many integers: shapes and strides."""
     for left, right in pairwise(values):
         if left and _is_integers(left) and _is_integers(right) and len(left) == len(right):
             yield left, right
@@ -90,7 +90,7 @@ def _is_integers(value: Any) -> bool:
 
 
 def _overflow(shape: list[Any], strides: list[Any], random: Random) -> None:
-    """A size and a stride whose product, times the size of an item, is a small number in 64 bits, or in 63."""
+    """Set a size and a stride whose product, times the size of an item, is a small number modulo 2**64 or 2**63."""
     bits = random.randrange(20)
     dimension = random.randrange(len(shape))
     shape[dimension] = (1 << (_BITS - random.randrange(2) - random.randrange(5) - bits)) + random.randrange(3)
@@ -140,6 +140,6 @@ _BY_TYPE: Final[dict[type, Callable[[Any, Random], Any]]] = {
 
 
 def _changed(value: Any, random: Random) -> Any:
-    if not random.randrange(40):  # something of another type
+    if not random.randrange(40):  # a value of another type
         return random.choice((0, b"", "", True, -1, [], 0.5))
     return _BY_TYPE[type(value)](value, random)

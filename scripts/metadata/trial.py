@@ -1,6 +1,6 @@
-"""Puts together what a peer says, has arpc read it, and uses what comes of it.
+"""Encodes the message of a peer, has arpc read it, and uses the result.
 
-Raises `UnsoundError` for a tensor that reaches beyond the memory of its message, and any error that arpc must not.
+Raises `UnsoundError` for a tensor that reaches beyond the memory of its message, and any error that is not allowed.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _Read = Callable[[], None]
 
 
 class UnsoundError(AssertionError):
-    """Something was built that is not what came."""
+    """arpc has built a value that does not match the message."""
 
 
 class Trial:
@@ -57,7 +57,7 @@ class Trial:
         self._loop = asyncio.new_event_loop()
         self._borrowed = BorrowedArena(self._arena.offer, self._loop)
         self.built = 0
-        """How many inputs were not refused."""
+        """The number of inputs that were not refused."""
         self._operators: Sequence[Callable[[Tensor], Any]] = _OPERATORS
 
     def close(self) -> None:
@@ -66,14 +66,14 @@ class Trial:
         self._loop.close()
 
     def run(self, given: Input, *, is_thorough: bool = True) -> None:
-        """Read one input; nothing happens if that is refused as it should be.
+        """Read one input. Returns normally if arpc refuses it with one of the errors that it may raise.
 
-        Thorough: what is built is used in many ways, which takes long.
+        ``is_thorough``: use the result in many ways, which takes long.
         """
         self._operators = _OPERATORS if is_thorough else _OPERATORS[:2]
         try:
             read = self._WAYS[given.way](self, *given.content)
-        except Exception:  # noqa: BLE001 - it cannot be put together, so no peer can send it
+        except Exception:  # noqa: BLE001 - it cannot be encoded, so no peer can send it
             return
         try:
             read()
@@ -83,13 +83,13 @@ class Trial:
         if given.way in _LOADED:
             gc.collect()  # an error of torch.load keeps its tensors until then, and they may take all addresses
 
-    # -- the ways in: each puts together what a peer sends, and returns what reads it
+    # -- ways in: each method encodes the message of a peer, and returns a function that reads it
 
     def _table(
         self, table: Any, inline: bytes, after: bytes, buffers: Sequence[bytes], placed: int, strict: int
     ) -> _Read:
         encoded = msgspec.msgpack.encode(_in_64_bits(table))
-        bodies = [bytearray(inline + after) for _ in range(2)]  # a layout is read once, and serves many messages
+        bodies = [bytearray(inline + after) for _ in range(2)]  # a layout is read once, and used for many messages
         memories = [np.frombuffer(buffer, np.uint8).copy().data for buffer in buffers if len(buffer)]
         given: list[Any] = [torch.frombuffer(memory, dtype=torch.uint8) if placed else memory for memory in memories]
 
@@ -131,7 +131,7 @@ class Trial:
         return read
 
     def _lent(self, offsets: Sequence[int], sizes: Sequence[int]) -> _Read:
-        # as many as were announced, see `Channel.borrow`, and no more than a message may have
+        # as many as announced, see `Channel.borrow`, and no more than a message may have
         places = struct.unpack(f"<{len(sizes)}Q", struct.pack(f"<{len(sizes)}Q", *offsets))
         body = bytearray(struct.pack(f"<{len(sizes)}Q", *sizes))
 
@@ -174,7 +174,7 @@ class Trial:
             announced = frames.buffer_sizes_of(body, 0, len(sizes), Limits(1 << 30, _LARGEST))
             inbox = Inbox(lambda size_bytes: memoryview(bytearray(size_bytes)))
             for number, fields in enumerate(chunks):
-                if number == 1:  # the first has overtaken its frame
+                if number == 1:  # the first stripe has overtaken its frame
                     inbox.begin(Data(0, 0, 0, 0, body), announced)
                 chunk = inbox.stripe(*fields)
                 chunk.memory[:] = bytes(fields[3])
@@ -195,7 +195,7 @@ class Trial:
         return read
 
     def _received(self, data: bytes) -> Iterator[Message]:
-        """The messages that a connection finds in bytes."""
+        """Yield the messages that a connection finds in bytes."""
         protocol = self._open_protocol(Limits(1 << 16, 1 << 20, 1 << 14))
         while data:
             target = protocol.get_buffer(-1)
@@ -259,7 +259,7 @@ class Trial:
     # -- use
 
     def _use(self, slot: Any, memories: Sequence[_Memory]) -> None:
-        """See that a tensor lies in the memory that came, and do something with it."""
+        """Check that a tensor lies in the memory of the message, and use it."""
         if isinstance(slot, memoryview):
             _require_within(address_of(slot) if slot.nbytes else 0, slot.nbytes, memories)
             bytes(slot)
@@ -270,14 +270,14 @@ class Trial:
         _require_sound(plain, memories)
         if plain.numel() > _SMALL or plain.is_meta:
             return
-        # not every operator is there for every dtype and layout
+        # not every operator exists for every dtype and layout
         for operator in self._operators:
             with suppress(RuntimeError, NotImplementedError, TypeError, IndexError):
                 operator(plain)
 
 
 class _Reduced:
-    """What torch.save writes as a call of a function."""
+    """An object that torch.save writes as a call of a function."""
 
     def __init__(self, function: Callable[..., Any], *arguments: Any) -> None:
         self._call = function, arguments
@@ -337,7 +337,7 @@ def _require_within(address: int, size_bytes: int, memories: Sequence[_Memory]) 
 
 
 def _in_64_bits(value: Any) -> Any:
-    """Integers as msgpack has them."""
+    """Limit integers to the range of msgpack."""
     if isinstance(value, list):
         return [_in_64_bits(item) for item in value]
     return max(-(1 << 63), min(value, (1 << 64) - 1)) if type(value) is int else value

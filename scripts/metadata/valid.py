@@ -1,7 +1,7 @@
-"""What workers really say of tensors, taken apart into plain values that can be changed one by one.
+"""Messages with tensors of real workers, taken apart into plain values that can be changed one by one.
 
-An `Input` names a way in, and has what a peer sends there as lists of integers, bytes and strings. `scripts.metadata.
-trial` puts it together again.
+An `Input` names a way in, and has the content that a peer sends there as lists of integers, bytes and strings.
+`scripts.metadata.trial` encodes it again.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ ARENA_BYTES: Final = HEADER_BYTES + (1 << 16)
 
 
 class Input(NamedTuple):
-    """One thing that a peer says."""
+    """One message of a peer."""
 
     way: str
     """The way in; see `scripts.metadata.trial`."""
@@ -37,7 +37,7 @@ class Input(NamedTuple):
 
 
 class _ToCpu:
-    """Says of all tensors that they belong on a device, and the device is the CPU."""
+    """A stager that marks all tensors as belonging on a device, and the device is the CPU."""
 
     moves_host_memory = True
 
@@ -46,12 +46,12 @@ class _ToCpu:
 
 
 def valid_inputs() -> list[Input]:
-    """One or more for every way in, each of which is taken as it is."""
+    """Return one or more inputs for every way in, each of which arpc accepts."""
     return [*_tables(), *_whole_messages(), *_memory(), *_saved()]
 
 
 def _messages() -> Iterable[list[Any]]:
-    """The slots of messages with tensors of all kinds."""
+    """Yield the slots of messages with tensors of all kinds."""
     base = torch.arange(24.0)
     grid = torch.arange(16.0).view(4, 4)
     yield [torch.ones(3)]
@@ -84,7 +84,7 @@ def _messages() -> Iterable[list[Any]]:
 
 
 def _tables() -> Iterable[Input]:
-    """Way ``table``: the table, the inline tensors, what follows them, and the buffers; then two choices."""
+    """Yield the way ``table``: the table, the inline tensors, the bytes after them, and the buffers; then two flags."""
     for slots in _messages():
         for inline_limit, stager in ((1 << 12, None), (0, None), (1 << 12, _ToCpu())):
             try:
@@ -100,9 +100,9 @@ def _tables() -> Iterable[Input]:
 
 
 def _whole_messages() -> Iterable[Input]:
-    """Way ``message``: a number, the table that is announced under it, and a message that refers to it.
+    """Yield the way ``message``: a number, the table that is announced under it, and a message that refers to it.
 
-    Of the message the fields of its header, its body, the table at the end of it with its size, and its buffers.
+    The message is given by the fields of its header, its body, the table at its end with its size, and its buffers.
     """
     for slots in _messages():
         for inline_limit, schema in ((1 << 12, 1), (1 << 12, ONE_OFF), (0, 7), (0, ONE_OFF)):
@@ -122,10 +122,10 @@ def _whole_messages() -> Iterable[Input]:
 
 
 def _memory() -> Iterable[Input]:
-    """Ways ``lent``, ``offer``, ``lanes`` and ``frame``: lengths and places of memory."""
+    """Yield the ways ``lent``, ``offer``, ``lanes`` and ``frame``: lengths and places of memory."""
     yield Input("lent", [[HEADER_BYTES, HEADER_BYTES + 64], [64, 4096]])
     yield Input("lent", [[HEADER_BYTES], [ARENA_BYTES - HEADER_BYTES]])
-    yield Input("offer", [0, 0, 0, b""])  # what is added to the true offer, and the token if it is another one
+    yield Input("offer", [0, 0, 0, b""])  # added to the fields of the true offer; another token, if not empty
     yield Input("lanes", [[CHUNK_BYTES + 5, 7], [[0, 0, 0, CHUNK_BYTES], [0, 0, 1, 5], [0, 1, 0, 7], [1, 0, 0, 9]]])
     for type_ in (MessageType.REQUEST, MessageType.REPLY, MessageType.ITEM):
         yield Input("frame", [[24, int(type_), 0, 0, 1, 2, 3, 0, 0], bytes(24)])
@@ -135,7 +135,7 @@ def _memory() -> Iterable[Input]:
 
 
 def _saved() -> Iterable[Input]:
-    """Ways ``nested`` and ``quantized``: what torch.save writes of such tensors."""
+    """Yield the ways ``nested``, ``quantized`` and ``archive``: tensors as torch.save writes them."""
     yield Input("nested", [[12.0] * 18, [[2, 3], [4, 3]], [[3, 1], [3, 1]], [0, 6]])
     yield Input("quantized", [[1, 2, 3, 4], [4], [1], 0, [0.1, 0]])
     yield Input("quantized", [[1, 2, 3, 4, 5, 6], [2, 3], [3, 1], 0, [[0.1, 0.2], [0, 0], 0]])

@@ -1,1 +1,1 @@
-"""Workers under load are killed, stopped, cut off and restarted, and every call is accounted for: ``make soak``."""
+"""Kills, stops, cuts off and restarts workers under load, and accounts for every call: ``make soak``."""

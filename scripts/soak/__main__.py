@@ -1,4 +1,4 @@
-"""``make soak``: workers under load and faults for some seconds. Exits with 1, and says why, if a promise is broken."""
+"""``make soak``: workers under load and faults for some seconds. Prints why, and exits with 1, if a promise breaks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from scripts.soak.runner import Runner
 from scripts.soak.workers import ALLOCATOR, OPTIONS, Plan, WorkerProcess
 
 _ORPHANS_END_S = 10.0
-"""Children that handlers fork live for less than this."""
+"""Seconds: children that handlers fork live for less than this."""
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -50,7 +50,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def plans(chosen: argparse.Namespace, seed: int, network: Network | None, store: str, where: Path) -> list[Plan]:
-    """Half of the workers are on hosts of their own; the others share this one, and its memory."""
+    """Return the plans: half of the workers get hosts of their own; the others share this one, and its memory."""
     made = []
     here = network.address if network is not None else "127.0.0.1"
     families = tuple(chosen.only)
@@ -69,7 +69,7 @@ def plans(chosen: argparse.Namespace, seed: int, network: Network | None, store:
 
 
 def open_network(chosen: argparse.Namespace) -> Network | None:
-    """Hosts for the workers that are to be cut off; None where this user may not make them."""
+    """Make hosts for the workers that will be cut off; None if this user may not make them."""
     if chosen.no_network:
         return None
     try:
@@ -80,7 +80,7 @@ def open_network(chosen: argparse.Namespace) -> Network | None:
 
 
 def main() -> int:
-    """Run a soak; the exit code."""
+    """Run a soak; return the exit code."""
     chosen = parse()
     seed = chosen.seed if chosen.seed is not None else random.SystemRandom().randrange(1 << 32)
     print(f"seed {seed}", flush=True)

@@ -1,4 +1,4 @@
-"""The faults: what the runner does to workers, and when it did so."""
+"""The faults that the runner injects into workers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from scripts.soak.workers import OPTIONS, WorkerProcess, leave
 __all__ = ["Faults"]
 
 _JOIN_S: Final = 1.0
-"""How long a worker takes to join once it is started."""
+"""Seconds that a worker takes to join once it is started."""
 _PAIR: Final = 0.15
-"""How often two workers have the same fault at once."""
+"""The probability that two workers have the same fault at once."""
 
 
 class _Fault(NamedTuple):
@@ -52,11 +52,11 @@ class Faults:
             self._faults.append(_Fault(3, self._cut, lambda worker: worker.plan.namespace is not None))
 
     async def pause(self, calm_s: float) -> None:
-        """Wait between two faults: so long on average."""
+        """Wait between two faults: `calm_s` on average."""
         await asyncio.sleep(self._random.uniform(0.5, 1.5) * calm_s)
 
     async def inject(self) -> None:
-        """Do one of the faults to one worker or two, and wait for its end."""
+        """Inject one of the faults into one worker or two, and wait for its end."""
         fault = self._random.choices(self._faults, [fault.weight for fault in self._faults])[0]
         victims = [worker for worker in self._workers if fault.may_hit(worker) and self._is_well(worker)]
         if not victims:
@@ -73,7 +73,7 @@ class Faults:
 
     @contextmanager
     def window(self, victim: WorkerProcess, begin: float | None = None) -> Iterator[None]:
-        """Around a fault, which began now or earlier: it explains errors until a while after it."""
+        """Record the time of a fault, which began now or earlier: it explains errors until some time after its end."""
         begin = time.monotonic() if begin is None else begin
         self.under_way.add(victim.name)
         try:
@@ -83,7 +83,7 @@ class Faults:
             self._findings.windows.append(FaultWindow(victim.name, begin, time.monotonic()))
 
     async def recover(self) -> None:
-        """Wait until nothing can be the consequence of an earlier fault, and some time more."""
+        """Wait until no error can be the consequence of an earlier fault, and some time more."""
         await asyncio.sleep(RECOVERY_S + 5.0)
 
     # -- one method for each fault
@@ -100,7 +100,7 @@ class Faults:
         await self.restart(victim)
 
     async def _leave(self, victim: WorkerProcess) -> None:
-        # the others go on calling it
+        # the other workers go on calling it
         try:
             await current().rpc_sync(victim.name, leave, timeout=10)
         except (arpc.ArpcError, OSError):

@@ -5,7 +5,7 @@ One line for each event, written with one `os.write`, so that it is in the file 
 ========================================== ======================================================================
 ``S token kind to others time``            a call is about to be made; ``others``: workers besides caller and callee
                                            whose faults may make it fail, separated by commas, or ``-``
-``E token outcome flags lost worker time`` it ended: ``ok`` or the name of the error's class, see `describe`
+``E token outcome flags lost time``        it ended: ``ok`` or the name of the error's class, see `describe`
 ``X token``                                the function of the call begins to run
 ``W text``                                 a result was wrong
 ``P begin end cpu``                        the event loop did not run from begin to end; CPU seconds it used then
@@ -29,7 +29,7 @@ import arpc
 __all__ = ["HungCallError", "Ledger", "describe"]
 
 NOT_RUN: Final = "n"
-"""Flag of an error that says that the call certainly did not run."""
+"""Flag of an error that guarantees that the call did not run."""
 PASSED_ON: Final = "p"
 """Flag of an error that arrived from the callee: its handler raised it, or passed it on from a call of its own."""
 
@@ -51,34 +51,34 @@ class Ledger:
         os.write(self._file, f"{line}\n".encode())
 
     def begin(self, kind: str, to: str, others: tuple[str, ...] = ()) -> str:
-        """A call is about to be made. Returns its token, which is unique over all processes."""
+        """Log a call that is about to be made. Returns its token, which is unique over all processes."""
         token = f"{self.process}.{next(self._numbers)}"
         self._write(f"S {token} {kind} {to} {','.join(others) or '-'} {time.monotonic():.3f}")
         return token
 
     def end(self, token: str, error: BaseException | None) -> None:
-        """A call has ended, with a result or an error."""
+        """Log the end of a call, with a result or an error."""
         self._write(f"E {token} {describe(error)} {time.monotonic():.3f}")
 
     def ran(self, token: str) -> None:
-        """The function of a call begins to run in this process."""
+        """Log that the function of a call begins to run in this process."""
         self._write(f"X {token}")
 
     def wrong(self, text: str) -> None:
-        """A result was not what it should be."""
+        """Log a wrong result."""
         self._write(f"W {' '.join(text.split())}")
 
     def stalled(self, begin: float, end: float, cpu_s: float) -> None:
-        """The event loop did not run for a while."""
+        """Log a time in which the event loop did not run."""
         self._write(f"P {begin:.3f} {end:.3f} {cpu_s:.3f}")
 
     def forked(self, pid: int, seconds: float) -> None:
-        """A handler forked a child."""
+        """Log a child that a handler has forked."""
         self._write(f"C {pid} {seconds:.1f}")
 
 
 def describe(error: BaseException | None) -> str:
-    """An outcome as three words: name, flags (or ``-``), and the worker that the error says was lost (or ``-``)."""
+    """Return an outcome as three words: name, flags (or ``-``), and the worker that was lost (or ``-``)."""
     if error is None:
         return "ok - -"
     if isinstance(error, asyncio.CancelledError):
@@ -93,5 +93,5 @@ def describe(error: BaseException | None) -> str:
 
 
 def _says_not_run(error: BaseException) -> bool:
-    # an error without the attribute says nothing, but for the one whose meaning is that the callee refused the call
+    # an error without the attribute guarantees nothing, except OverloadedError: the callee refused the call
     return not getattr(error, "may_have_run", not isinstance(error, arpc.OverloadedError))

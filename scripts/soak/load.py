@@ -15,7 +15,7 @@ __all__ = ["Load"]
 
 _TICK_S: Final = 0.1
 _STALL_S: Final = 0.5
-"""An event loop that is late by more than this is logged: what waited for it may fail, or be slow."""
+"""A delay of the event loop by more than this is logged: calls that waited for it may fail, or be slow."""
 
 
 class Load:
@@ -29,14 +29,14 @@ class Load:
         self._is_over = False
 
     def start(self, each: int) -> None:
-        """Begin, with so many tasks for each operation."""
+        """Begin, with `each` tasks for each operation."""
         self._watchers = [asyncio.create_task(self._follow_members()), asyncio.create_task(self._watch_loop())]
         self._tasks = [
             asyncio.create_task(self._repeat(operation)) for operation in self._operations for _ in range(each)
         ]
 
     async def stop(self) -> None:
-        """Begin nothing new, and wait until everything that was begun has ended, forked children included."""
+        """Begin no new operation, and wait until all that were begun have ended, forked children included."""
         self._is_over = True
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*self._client.children, return_exceptions=True)
@@ -50,7 +50,7 @@ class Load:
             task.cancel()
 
     async def _follow_members(self) -> None:
-        """Keep the names that may be called: those that left are taken out, those that were lost stay."""
+        """Keep the names that may be called: workers that left are removed, workers that were lost stay."""
         async for event in self._client.worker.membership():
             name = event.worker.name
             if isinstance(event, arpc.MemberLeft):
@@ -76,7 +76,7 @@ class Load:
                 await operation.run(client)
             except (arpc.ArpcError, OSError, HungCallError):
                 pass  # the event log has it
-            except Exception as error:  # noqa: BLE001 - whatever it is, it is no result
+            except Exception as error:  # noqa: BLE001 - any other error is a wrong result
                 client.ledger.wrong(f"{client.ledger.process} in {operation.name}: {_text(error)}")
 
 

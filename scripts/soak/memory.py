@@ -11,13 +11,13 @@ __all__ = ["MIB", "MemoryTrend", "trend_of"]
 
 MIB: Final = 1 << 20
 _WARM_UP: Final = 1 / 3
-"""Until then threads start and their allocators, caches and pools fill."""
+"""The fraction of a life in which threads start and their allocators, caches and pools fill."""
 _SHORTEST_S: Final = 30.0
 _JUDGED_S: Final = 120.0
-"""A line through less than this may still be warming up, so that it fails no soak."""
+"""Seconds: a shorter process may still be warming up, so its memory fails no soak."""
 _MAX_GROWTH_BYTES: Final = 24 * MIB
 _MAX_GROWTH: Final = 0.1
-"""Resident memory varies by this with what is under way. A leak goes on growing: a longer soak finds it."""
+"""The fraction by which resident memory varies with the load. A leak goes on growing: a longer soak finds it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,24 +35,24 @@ class MemoryTrend:
 
     @property
     def grown_bytes(self) -> float:
-        """What the line has grown by."""
+        """The growth of the line."""
         return self.slope * self.seconds
 
     @property
     def is_flat(self) -> bool:
-        """Whether the line, or what was measured at its ends, grew within the tolerance."""
+        """Whether the growth of the line, or of the medians at its ends, is within the tolerance."""
         if self.seconds < _JUDGED_S:
             return True
         allowed = max(_MAX_GROWTH_BYTES, _MAX_GROWTH * self.begin_bytes)
         return self.grown_bytes <= allowed or self.end_bytes - self.begin_bytes <= allowed
 
     def per_thousand(self, operations: int) -> float:
-        """Bytes that were added for each 1,000 operations, of which there were so many in this time."""
+        """Return the bytes that were added for each 1,000 operations; `operations` were made in this time."""
         return 1000 * self.grown_bytes / max(1, operations)
 
 
 def trend_of(process: str, samples: Sequence[tuple[float, int]]) -> MemoryTrend | None:
-    """The trend of (time, resident bytes); None if the process did not live long enough."""
+    """Return the trend of (time, resident bytes); None if the process did not live long enough."""
     if not samples:
         return None
     begin = samples[0][0] + _WARM_UP * (samples[-1][0] - samples[0][0])

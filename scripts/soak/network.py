@@ -71,8 +71,8 @@ class Network:
         return f"as{self._id}n{self._hosts[name]}"
 
     def cut(self, name: str) -> None:
-        """Drop everything from and to a host, without a sign to either side."""
-        # taking the link down would show on the host, and what is under way would fail at once
+        """Drop all packets from and to a host, without an error on either side."""
+        # taking the link down would be visible on the host, and calls in flight would fail at once
         _ip("link", "set", self._link(name), "nomaster")
 
     def heal(self, name: str) -> None:

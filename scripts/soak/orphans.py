@@ -17,7 +17,7 @@ _POLL_S: Final = 0.1
 
 
 class Orphans:
-    """Adopts the processes whose parents end before them, from its making on."""
+    """Adopts, from its construction on, descendants whose parents end before them."""
 
     def __init__(self) -> None:
         libc = ctypes.CDLL(None, use_errno=True)
@@ -26,11 +26,11 @@ class Orphans:
         self._own = set(_children())
 
     def own(self) -> None:
-        """Leave alone the children that this process has now: they are its own."""
+        """Exempt the present children of this process: they are not orphans."""
         self._own |= set(_children())
 
     def reap(self, limit_s: float) -> int:
-        """Wait until all that were adopted have ended; kill those that have not by then, and return their number."""
+        """Wait until all adopted processes have ended; kill those left after `limit_s`, and return their number."""
         end = time.monotonic() + limit_s
         late = 0
         while left := [pid for pid in _children() if pid not in self._own and not _has_ended(pid)]:

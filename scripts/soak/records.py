@@ -13,15 +13,15 @@ from scripts.soak.ledger import NOT_RUN, PASSED_ON
 __all__ = ["Call", "Records", "Stall", "caller_of", "read_records", "worker_of"]
 
 UNOBSERVED = ("rref-fetch", "train-backward")
-"""Kinds of call that run no function of the soak, so that no event tells whether they ran."""
+"""Kinds of call that run no function of the soak, so that no event shows whether they ran."""
 RREF_METHODS = ("rref-use", "rref-use-chain", "rref-use-untimed", "rref-method-calls-on")
 """Calls of methods of an RRef's value. None of those methods uses another RRef."""
 
 IN_THREADS = ("nested-in-thread",)
-"""Calls that a thread waits for. A process that is told to end (SIGTERM) does not wait for its threads."""
+"""Calls that a thread waits for. A process that receives SIGTERM does not wait for its threads."""
 
 _STARVED = 0.5
-"""A worker that got no CPU for more than this part of the time of a call may be the reason why it did not end."""
+"""A worker that got no CPU for more than this fraction of the time of a call may be why it did not end."""
 
 
 @dataclass(slots=True)
@@ -36,7 +36,7 @@ class Call:
     ends: tuple[str, ...] = ()
     flags: str = ""
     lost: str = ""
-    """The worker that was lost, according to the error."""
+    """The worker that was lost according to the error; empty if none was."""
     ran_on: tuple[str, ...] = ()
     """The process (``name.start``) of each run."""
 
@@ -80,12 +80,12 @@ class Records:
     wrong: list[str] = field(default_factory=list)
     stalls: list[Stall] = field(default_factory=list)
     children: list[tuple[str, int]] = field(default_factory=list)
-    """Forked by handlers: the process that did, and the pid."""
+    """Children that handlers forked: the process of the handler, and the pid of the child."""
 
     def complaints(self, killed: AbstractSet[str], terminated: AbstractSet[str] = frozenset()) -> list[str]:
-        """Calls that are not as promised. ``killed``: the processes (``name.start``) that could not write an end.
+        """Return the calls that break a promise. ``killed``: processes (``name.start``) that could not log an end.
 
-        ``terminated``: those that were told to end, whose threads may not have come to write one.
+        ``terminated``: those that received a SIGTERM, whose threads may not have logged one.
         """
         found = [f"wrong result: {text}" for text in self.wrong]
         for token, call in self.calls.items():
@@ -95,12 +95,12 @@ class Records:
         return found
 
     def is_starved(self, token: str, call: Call) -> bool:
-        """Whether a worker that a call depends on got no CPU for most of its time: nobody can say if it hung."""
+        """Whether a worker that a call depends on got no CPU for most of its time, so that it may not have hung."""
         involved = {worker_of(caller_of(token)), call.to, *call.others}
         return any(self.starved_s(worker, call.sent_at, call.ended_at) > _STARVED * call.seconds for worker in involved)
 
     def starved_s(self, worker: str, begin: float, end: float) -> float:
-        """How long the loop of a worker stood still between two times without computing anything."""
+        """Return how long the loop of a worker was stalled between two times without using the CPU."""
         waited_s = 0.0
         for stall in self.stalls:
             overlap_s = min(stall.end, end) - max(stall.begin, begin)
@@ -109,7 +109,7 @@ class Records:
         return waited_s
 
     def outcomes(self) -> dict[str, Counter[str]]:
-        """How calls of each kind ended. ``not-run`` is added to errors that say that the call did not run."""
+        """Count the outcomes of calls by kind. ``not-run`` marks errors that guarantee that the call did not run."""
         made: dict[str, Counter[str]] = {}
         for call in self.calls.values():
             outcome = call.outcome or "caller-killed"
@@ -138,19 +138,19 @@ def _problem(token: str, call: Call, killed: AbstractSet[str]) -> str:  # noqa: 
 
 
 def describe_call(token: str, call: Call) -> str:
-    """A call in one line."""
+    """Describe a call in one line."""
     outcome = " and ".join(call.ends) or "never"
     about = f"{call.kind} to {call.to}, ended {outcome}, ran {len(call.ran_on)} times"
     return f"call {token} ({about}, sent at {call.sent_at:.3f})"
 
 
 def caller_of(token: str) -> str:
-    """The process that made a call, as ``name.start``."""
+    """Return the process that made a call, as ``name.start``."""
     return token.rpartition(".")[0]
 
 
 def worker_of(process: str) -> str:
-    """The name of the worker that a process (``name.start``) is a start of."""
+    """Return the name of the worker of a process (``name.start``)."""
     return process.rpartition(".")[0]
 
 

@@ -1,4 +1,4 @@
-"""What a worker still has when the load is over: tables that must be empty, and tables that must be bounded."""
+"""The state of a worker after the load has ended: tables that must be empty, and tables that must be bounded."""
 
 from __future__ import annotations
 
@@ -27,17 +27,17 @@ EMPTY_TABLES: Final = (
     "rref_context.post._sending",
     "autograd.container.contexts",
 )
-"""Attributes of a worker that are empty when nothing is under way and nothing is held."""
+"""Attributes of a worker that are empty when no call is in flight and no RRef is held."""
 
 VISITOR: Final = "visitor"
-"""How names begin that are used once, and never come back."""
+"""The prefix of worker names that are used once, and never come back."""
 
 _MAX_PEERS: Final = 1024
-"""A peer takes kilobytes, so only some hundreds that have departed may be kept; each has two keys."""
+"""The most keys of departed peers: a peer takes kilobytes, so only some hundreds may be kept; each has two keys."""
 _MAX_NAMES: Final = 5000
-"""Tables of small entries: the runtime remembers up to 4,096 departed names."""
+"""The most departed names in tables of small entries: the runtime keeps up to 4,096 of them."""
 _MAX_ENTRIES: Final = 20_000
-"""No table of a worker that has nothing to do has more entries than this, whatever they are."""
+"""The most entries of any table of an idle worker, whatever they are."""
 _WALK_DEPTH: Final = 6
 _SHOWN: Final = 300
 _HOLDERS: Final = 10
@@ -46,14 +46,14 @@ _RREFS: Final = 20
 
 
 def table(worker: arpc.Worker, path: str) -> Collection[Any]:
-    """A table of a worker, by the path of its attributes."""
+    """Return a table of a worker, by the path of its attributes."""
     found: Collection[Any] = attrgetter(path)(worker)
     return found
 
 
 async def remains() -> dict[str, dict[str, Any]]:
-    """Called by the runner: ``left`` is what should not be there any more, ``tables`` the sizes of large tables."""
-    gc.collect()  # an error that is kept, by a future for example, keeps the frames that it passed through
+    """Called by the runner: return state that should be gone (``left``), and the sizes of large tables (``tables``)."""
+    gc.collect()  # an error that is referenced, by a future for example, keeps the frames that it passed through
     worker = current()
     return {"left": {what: value for what, value in _left(worker) if value}, "tables": _large_tables(worker)}
 
@@ -80,7 +80,7 @@ def _left(worker: arpc.Worker) -> Iterator[tuple[str, Any]]:
 
 
 def _requests(worker: arpc.Worker) -> Iterator[Any]:
-    """Handlers and streams that run for workers of the load, and requests of theirs that wait."""
+    """Yield handlers and streams that run for workers of the load, and their waiting requests."""
     for link in worker.agent.connector._links.values():  # noqa: SLF001 - nothing public has them
         if link.caller.name.startswith("worker"):
             yield from link.running.values()
@@ -88,8 +88,8 @@ def _requests(worker: arpc.Worker) -> Iterator[Any]:
 
 
 def holders() -> Iterator[str]:
-    """For each RRef object of this process: what refers to it, what refers to that, and so on."""
-    # by its type: `isinstance` would ask objects for their class, and some of torch's warn when they are asked anything
+    """Yield the chains of references to each RRef object of this process, from the object outwards."""
+    # by its type: `isinstance` reads the class of objects, and some objects of torch warn at any attribute access
     found = [candidate for candidate in gc.get_objects() if issubclass(type(candidate), arpc.RRef)]
     del found[_RREFS:]
     for rref in found:
@@ -98,10 +98,10 @@ def holders() -> Iterator[str]:
 
 
 def _chains(held: Any, ignored: list[Any]) -> list[list[Any]]:
-    """The ways on which an object is held, each from its holder outwards, as far as `_HOLDERS` objects.
+    """Return the chains of references to an object, each from its holder outwards, up to `_HOLDERS` objects.
 
-    An object that is held and has no holder here is held by something that the garbage collector does not see: a frame
-    that runs, or an object from before `gc.freeze`.
+    An object without a holder here is held by an object that the garbage collector does not see: a running frame, or an
+    object from before `gc.freeze`.
     """
     ways: list[list[Any]] = [[held]]
     seen: dict[int, Any] = {id(held): held}
@@ -122,18 +122,18 @@ def _chains(held: Any, ignored: list[Any]) -> list[list[Any]]:
 
 
 def _referrers(held: Any, known: set[int]) -> list[Any]:
-    """What refers to an object, except for what is known by its id and for the frames of this search."""
+    """Return the objects that refer to an object, except those with known ids and the frames of this search."""
     return [one for one in gc.get_referrers(held) if id(one) not in known and _code(one) not in _SEARCH]
 
 
 def _code(holder: Any) -> CodeType | None:
-    """What a frame or a generator runs."""
+    """Return the code of a frame or a generator."""
     code: CodeType | None = getattr(holder, "f_code", None) or getattr(holder, "gi_code", None)
     return code
 
 
 def _kind(holder: Any) -> str:
-    """What an object is: of a frame the function, of a coroutine its name, of anything else the type."""
+    """Describe an object: a frame by its function, a coroutine by its name, any other object by its type."""
     code = getattr(holder, "f_code", None)
     return (
         f"frame of {code.co_qualname}" if code is not None else getattr(holder, "__qualname__", type(holder).__name__)
@@ -141,7 +141,7 @@ def _kind(holder: Any) -> str:
 
 
 _SEARCH: Final = {function.__code__ for function in (_chains, _referrers, holders, _left)}
-"""Frames of these refer to everything that the search finds."""
+"""The functions of this search, whose frames refer to all objects that it finds."""
 
 
 def _entries(found: Collection[Any]) -> list[Any]:
@@ -159,7 +159,7 @@ def _short(entry: Any) -> str:
 
 
 def _large_tables(worker: arpc.Worker) -> dict[str, int]:
-    """The tables with many entries, and those that have names of departed workers, by ``Class.attribute``."""
+    """Return the tables with many entries or with names of departed workers, by ``Class.attribute``."""
     found: dict[str, int] = {}
     for name, entries in _walk(worker):
         departed = sum(_is_departed(entry) for entry in entries)
@@ -179,7 +179,7 @@ def _is_departed(key: Any) -> bool:
 
 
 def _walk(worker: arpc.Worker) -> Iterator[tuple[str, Collection[Any]]]:
-    """All tables that are attributes of the worker's own objects."""
+    """Yield all tables that are attributes of the worker's own objects."""
     seen: set[int] = set()
     level: list[Any] = [worker]
     for _ in range(_WALK_DEPTH):
@@ -205,7 +205,7 @@ def _attributes(owner: Any) -> list[tuple[str, Any]]:
 
 
 def too_large(tables: dict[str, int]) -> dict[str, int]:
-    """Those of the tables that have more entries than a worker may keep."""
+    """Return the tables that have more entries than a worker may keep."""
     return {name: size for name, size in tables.items() if size > _limit(name)}
 
 

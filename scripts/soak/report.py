@@ -1,4 +1,4 @@
-"""The result of a soak: tables, figures, and everything that is not as promised."""
+"""The result of a soak: tables, figures, and all broken promises."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["Report"]
 _SHOWN: Final = 4
 _WRITTEN: Final = 200
 _POINTS: Final = 60
-# Errors that callers ask for, by timeouts and cancellation, or that handlers of the soak raise
+# Errors that callers cause on purpose, by timeouts and cancellation, or that handlers of the soak raise
 _ASKED_FOR: Final = {
     ("call-cancelled", "CallCancelledError"),
     ("call-short", "RpcTimeoutError"),
@@ -28,9 +28,9 @@ _DELIBERATE: Final = "DeliberateError"
 _EXPECTED_CODES: Final = {"leave": 0, "SIGTERM": -15}
 _SHORT_STALL_S: Final = 1.0
 _STARVED: Final = 0.25
-"""Memory is not judged if the loop got no CPU for more than this part of the time. Faults alone come to a tenth."""
+"""Memory is not judged if the loop got no CPU for more than this fraction of the time. Faults alone take a tenth."""
 NOTICE_S: Final = 2.0
-"""A death has to show within this time. Silence shows after the heartbeat time, of 3 s, only."""
+"""Seconds within which a death must be noticed. Silence is noticed only after the heartbeat timeout of 3 s."""
 
 
 @dataclass
@@ -47,7 +47,7 @@ class Report:
 
     @cached_property
     def complaints(self) -> dict[str, list[str]]:
-        """Everything that is not as promised, by promise; without any, the soak has passed."""
+        """All broken promises, by promise; if there are none, the soak has passed."""
         findings = self.findings
         found = {
             "calls": self.records.complaints(findings.unfinished, findings.terminated),
@@ -87,7 +87,7 @@ class Report:
 
     def _stalls(self) -> Iterator[FaultWindow]:
         for stall in self.records.stalls:
-            # one that is shorter than the heartbeat time delays calls, and fails those with short timeouts
+            # a stall shorter than the heartbeat timeout delays calls, and fails those with short timeouts
             is_short = stall.end - stall.begin < OPTIONS.heartbeat_timeout / 2
             recovery_s = _SHORT_STALL_S if is_short else RECOVERY_S
             yield FaultWindow(worker_of(stall.process), stall.begin, stall.end, recovery_s)
@@ -104,7 +104,7 @@ class Report:
             if outcome in {"", "ok", "cancelled", "hung", _DELIBERATE} or (call.kind, outcome) in _ASKED_FOR:
                 continue
             if call.was_passed_on:
-                # the call that failed first is checked by itself; here it is enough that there was a fault
+                # the call that failed first is checked separately; here it is enough that there was a fault
                 if not self._windows.cover(call.sent_at, call.ended_at):
                     found.append((token, call))
             elif not self._is_explained(token, call):
@@ -119,9 +119,9 @@ class Report:
                 yield f"{describe_call(token, call)}, and {call.lost} had no fault"
 
     def _late_notices(self) -> Iterator[str]:
-        """Calls whose callee was killed while it ran them, and that ended long after that."""
+        """Yield calls whose callee was killed while it ran them, and that ended long after that."""
         killed_at = self.findings.killed_at
-        # the consequences of earlier faults are no excuse
+        # the consequences of earlier faults do not count here
         windows = FaultWindows(window._replace(recovery_s=0.0) for window in [*self.findings.windows, *self._stalls()])
         for token, call in self.records.calls.items():
             died_at = killed_at.get(call.ran_on[0]) if call.ran_on and call.ends and not call.is_ok else None
@@ -135,18 +135,18 @@ class Report:
 
     @cached_property
     def memory(self) -> list[MemoryTrend]:
-        """Of each process that lived long enough."""
+        """The memory trend of each process that lived long enough."""
         trends = [trend_of(process, samples) for process, samples in self.findings.memory.items()]
         return [trend for trend in trends if trend is not None]
 
     def _is_starved(self, trend: MemoryTrend) -> bool:
-        """Whether a process got so little CPU that its memory shows what has piled up, and not what stays."""
+        """Whether a process got so little CPU that its memory shows a backlog, and not a leak."""
         end = self.findings.memory[trend.process][-1][0]
         starved_s = self.records.starved_s(worker_of(trend.process), end - trend.seconds, end)
         return starved_s > _STARVED * trend.seconds
 
     def _not_judged(self) -> Iterator[str]:
-        """What a machine with too much to do has kept from being judged."""
+        """Yield the calls and processes that could not be judged because the machine was overloaded."""
         calls = sum(
             call.outcome == "hung" and self.records.is_starved(token, call)
             for token, call in self.records.calls.items()
@@ -162,7 +162,7 @@ class Report:
 
     @cached_property
     def worst_s(self) -> dict[str, float]:
-        """The longest time of an answered call of each kind, without a fault of any worker it depends on."""
+        """The longest time of a successful call of each kind, without a fault of any worker that it depends on."""
         worst: dict[str, float] = {}
         for token, call in self.records.calls.items():
             if call.is_ok and call.seconds > worst.get(call.kind, 0.0) and not self._is_explained(token, call):
@@ -170,7 +170,7 @@ class Report:
         return worst
 
     def _operations(self, process: str, since: float) -> int:
-        """Calls that a process made or ran since a time."""
+        """Count the calls that a process made or ran since a time."""
         return sum(
             call.sent_at >= since and (process in call.ran_on or caller_of(token) == process)
             for token, call in self.records.calls.items()
@@ -203,7 +203,7 @@ class Report:
         }
 
     def figures(self) -> dict[str, Any]:
-        """All of it as plain data."""
+        """Return the whole report as plain data."""
         return {
             "seed": self.seed,
             "seconds": round(self.seconds, 1),
@@ -243,7 +243,7 @@ class Report:
     # -- text
 
     def text(self) -> str:
-        """Tables for the terminal."""
+        """Return the report as tables for the terminal."""
         lines = ["| fault | times |", "| --- | --- |"]
         lines += [f"| {fault} | {times} |" for fault, times in sorted(self.findings.faults.items())]
         lines += ["", *self._text_of_kinds(), "", "| error | times |", "| --- | --- |"]

@@ -1,4 +1,4 @@
-"""Runs a soak: starts the workers, injects faults, stops the load, and asks the workers what is left."""
+"""Runs a soak: starts the workers, injects faults, stops the load, and collects the state that is left."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SETTLE_S: Final = 40.0
 _SAMPLE_S: Final = 1.0
 _WATCH_S: Final = 0.2
 _FAULTS_IN_A_ROW: Final = 8
-"""After so many faults there are none for a while, in which no error is explained and latencies count."""
+"""After so many faults there are none for a while: errors of that time have no excuse, and latencies count."""
 
 
 class Runner:
@@ -69,7 +69,7 @@ class Runner:
                 await self._faults.recover()
 
     async def _all_answer(self, me: arpc.Worker) -> None:
-        """Wait until every worker answers."""
+        """Wait until every worker replies."""
         for name in self._workers:
             deadline = time.monotonic() + _SETTLE_S
             while True:
@@ -89,12 +89,12 @@ class Runner:
             for worker in self._workers.values():
                 if worker.is_alive:
                     samples = self.findings.memory.setdefault(worker.label, [])
-                    with suppress(OSError, LookupError):  # it may have ended just now
+                    with suppress(OSError, LookupError):  # the process may have ended just now
                         samples.append((time.monotonic(), resident_bytes(worker.pid)))
             await asyncio.sleep(_SAMPLE_S)
 
     async def _watch(self, worker: WorkerProcess) -> None:
-        """Notice that a worker has ended although nothing was done to it, and start it again."""
+        """Record a worker that has ended without a fault as crashed, and start it again."""
         alive_at = time.monotonic()
         while True:
             await asyncio.sleep(_WATCH_S)
@@ -106,7 +106,7 @@ class Runner:
             with self._faults.window(worker, alive_at):
                 await self._faults.restart(worker)
 
-    # -- the end
+    # -- shutdown
 
     async def _end_visitors(self) -> None:
         if self._visitors is not None:
@@ -114,7 +114,7 @@ class Runner:
             await self._visitors.end("SIGTERM")
 
     async def _settle(self, me: arpc.Worker) -> None:
-        """Stop the load, and wait until nothing is left of it, or what is left stays."""
+        """Stop the load, and wait until no state is left of it, for `_SETTLE_S` at most."""
         await asyncio.gather(*(self._stop_load(me, name) for name in self._workers))
         deadline = time.monotonic() + _SETTLE_S
         while True:
@@ -143,7 +143,7 @@ class Runner:
         await asyncio.gather(*(worker.end("leave") for worker in self._workers.values()))
 
     async def kill_all(self) -> None:
-        """End every process, whatever went wrong, and note how those ended that did so before."""
+        """Kill every process that is left, and record the ends of the others."""
         everyone = [*self._workers.values(), *([self._visitors] if self._visitors is not None else [])]
         for worker in everyone:
             await worker.kill()

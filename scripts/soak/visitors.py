@@ -1,4 +1,4 @@
-"""Workers that join under a new name, make some calls and depart: what others remember of them must be bounded."""
+"""Workers that join under a new name, make some calls and leave: the state that others keep of them must be bounded."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _PAUSE_S: Final = 0.3
 
 
 async def visit(client: Client, store: str, options: arpc.RpcOptions) -> None:
-    """Let workers join and depart, several at a time, until the process is told to end."""
+    """Let workers join and leave, several at a time, until the process receives a signal."""
     numbers = itertools.count()
     async with asyncio.TaskGroup() as group:
         for _ in range(_AT_ONCE):
@@ -37,7 +37,7 @@ async def _visit_again_and_again(client: Client, numbers: Iterator[int], store: 
                     if info.name.startswith("worker"):
                         await _call(client, info.name, number)
             finally:
-                # half of them without saying so
+                # half of them leave without a graceful shutdown
                 await arpc.shutdown(graceful=number % 2 == 0)
         await asyncio.sleep(_PAUSE_S)
 

@@ -1,4 +1,4 @@
-"""The processes of the soak: each is one worker under load, until it is told to leave, or killed."""
+"""The processes of the soak: each is one worker under load, until the runner calls `leave` or kills it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CONTEXT: Final = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload(["torch", "arpc._public", "scripts.soak.workers"])
 
 ALLOCATOR: Final = {"MALLOC_ARENA_MAX": "2", "MALLOC_MMAP_THRESHOLD_": str(256 << 10)}
-"""Variables of glibc for the processes: what is freed goes back to the system, so that a leak shows."""
+"""Variables of glibc for the processes: freed memory is returned to the system, so that a leak is visible."""
 
 OPTIONS: Final = arpc.RpcOptions(
     secret=b"a secret of this soak only",
@@ -50,7 +50,7 @@ _leaving: Final = asyncio.Event()
 
 @dataclass(frozen=True)
 class Plan:
-    """Where and how a worker is to run."""
+    """The settings of a worker: where and how it runs."""
 
     name: str
     store: str
@@ -62,15 +62,15 @@ class Plan:
     listen: tuple[str, ...]
     namespace: str | None = None
     is_visitor: bool = False
-    """Runs a sequence of workers, each under a new name, instead of one under load."""
+    """True to run a sequence of workers, each under a new name, instead of one under load."""
 
 
 async def present() -> None:
-    """Called by the runner: answers once the worker has joined."""
+    """Called by the runner: replies once the worker has joined."""
 
 
 async def stop_load() -> None:
-    """Called by the runner: begin nothing new, and wait until all that was begun has ended."""
+    """Called by the runner: begin no new operation, and wait until all that were begun have ended."""
     await _load[0].stop()
 
 
@@ -82,7 +82,7 @@ async def leave() -> None:
 async def _serve(plan: Plan, start: int) -> None:
     ledger = Ledger(plan.directory, plan.name, start)
     options = OPTIONS.replace(listen=plan.listen)
-    # handlers need it as soon as the worker has joined
+    # handlers need the client as soon as the worker has joined
     client = Client(ledger, f"{plan.seed}/{plan.name}/{start}")
     set_client(client)
     async with arpc.init_rpc(plan.name, world_size=None, init_method=plan.store, options=options):
@@ -128,11 +128,11 @@ class WorkerProcess:
         self.plan = plan
         self.starts = 0
         self.killed_at: dict[str, float] = {}
-        """When starts (``name.start``) were killed: these could not log the ends of their calls."""
+        """The times at which starts (``name.start``) were killed: these could not log the ends of their calls."""
         self.terminated: set[str] = set()
-        """Starts that were told to end with SIGTERM."""
+        """Starts that received a SIGTERM."""
         self.codes: list[tuple[str, int]] = []
-        """How starts ended that were not killed: what was done to them, and their exit codes."""
+        """The ends of starts that were not killed: ``leave`` or ``SIGTERM``, and the exit code."""
         self._process: multiprocessing.process.BaseProcess | None = None
 
     @property
@@ -166,25 +166,25 @@ class WorkerProcess:
         self._process = process
 
     def signal(self, number: signal.Signals) -> None:
-        with suppress(ProcessLookupError):  # it may have crashed just now, which is found out elsewhere
+        with suppress(ProcessLookupError):  # it may have crashed just now, which the runner notices
             os.kill(self.pid, number)
 
     async def kill(self) -> None:
-        """End it with SIGKILL."""
+        """End the process with SIGKILL."""
         if self._process is not None and self.is_alive:
             self.killed_at[self.label] = time.monotonic()
             self._process.kill()
         await self.ended()
 
     async def ended(self, limit_s: float = 60.0) -> int | None:
-        """Its exit code; None if it has not ended in time."""
+        """Wait for the end of the process; return its exit code, or None if it has not ended in time."""
         if self._process is None:
             return None
         await asyncio.to_thread(self._process.join, limit_s)
         return self._process.exitcode
 
     async def end(self, how: str, limit_s: float = 60.0) -> None:
-        """Wait for it to end by itself, and note the exit code. It is killed if it does not end."""
+        """Wait for the process to end by itself, and record its exit code. It is killed if it does not end."""
         if how == "SIGTERM":
             self.terminated.add(self.label)
         code = await self.ended(limit_s)

@@ -1,4 +1,4 @@
-"""What all peers with awaitable calls share: three measurements, and a system that starts its own processes."""
+"""Shared code of peers with awaitable calls: three measurements, and a system that starts its own processes."""
 
 from __future__ import annotations
 

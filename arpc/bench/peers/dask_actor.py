@@ -1,4 +1,4 @@
-"""Dask: an actor on the one process of a local cluster, called from an asynchronous client."""
+"""Dask: an actor on the only process of a local cluster, called from an asynchronous client."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Callee:
         """Do nothing."""
 
     def drop(self, value: object) -> None:
-        """Receive something and let go of it."""
+        """Receive a value and drop it."""
 
 
 @asynccontextmanager
@@ -41,5 +41,5 @@ async def open_caller(place: Path) -> AsyncIterator[PeerCaller]:
 
 
 def system() -> ActorSystem:
-    """Dask as it comes, without its dashboard."""
+    """Make Dask with its defaults, without its dashboard."""
     return ActorSystem(open_caller)

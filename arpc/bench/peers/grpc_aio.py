@@ -1,4 +1,4 @@
-"""grpc.aio: unary methods without protobuf, which would only add to its cost; tensors travel as bytes."""
+"""grpc.aio: unary methods without protobuf, which would only add to its cost; tensors are sent as bytes."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ UNLIMITED = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_le
 
 
 async def noop(_request: bytes, _context: Any) -> bytes:
-    """The empty method."""
+    """Do nothing."""
     return b""
 
 
 async def drop(request: bytes, _context: Any) -> bytes:
-    """Takes an array, which can use the bytes as they are."""
+    """Receive an array, which uses the bytes without a copy."""
     np.frombuffer(request, dtype=np.float32)
     return b""
 
@@ -59,5 +59,5 @@ class GrpcAio:
 
 
 def system() -> GrpcAio:
-    """Grpc with nothing set but the limits that 64 MB would exceed."""
+    """Make gRPC with its defaults, except for the limits that 64 MB would exceed."""
     return GrpcAio()

@@ -24,7 +24,7 @@ class Callee(Actor):
 
     @endpoint
     async def drop(self, value: object) -> None:
-        """Receive something and let go of it."""
+        """Receive a value and drop it."""
 
 
 @asynccontextmanager
@@ -40,5 +40,5 @@ async def open_caller(_place: Path) -> AsyncIterator[PeerCaller]:
 
 
 def system() -> ActorSystem:
-    """Monarch as it comes."""
+    """Make Monarch with its defaults."""
     return ActorSystem(open_caller)

@@ -1,7 +1,7 @@
 """Ray: an async actor with room for a window of calls.
 
-A large array goes as numpy's: Ray puts it into its shared memory once and the actor reads it there, while a torch
-tensor would be pickled whole.
+A large array is sent as a numpy array: Ray puts it into its shared memory once and the actor reads it there, while a
+torch tensor would be pickled whole.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Callee:
         """Do nothing."""
 
     async def drop(self, value: object) -> None:
-        """Receive something and let go of it."""
+        """Receive a value and drop it."""
 
 
 @asynccontextmanager
@@ -52,5 +52,5 @@ async def open_caller(place: Path) -> AsyncIterator[PeerCaller]:
 
 
 def system() -> ActorSystem:
-    """Ray as it comes, without its dashboard."""
+    """Make Ray with its defaults, without its dashboard."""
     return ActorSystem(open_caller)

@@ -1,7 +1,7 @@
 """RPyC: a service in a thread, asynchronous proxies for a window of calls.
 
-A large array goes piece by piece, as its own ``upload`` does it: of one large message it would copy what is left after
-each piece that the socket takes.
+A large array is sent in pieces, as RPyC's own ``upload`` does: of one large message, RPyC would copy the rest after
+each piece that the socket accepts.
 """
 
 from __future__ import annotations
@@ -30,17 +30,17 @@ CHUNK_BYTES = 256_000
 
 
 class Callee(rpyc.Service):
-    """What is called."""
+    """The service that is called."""
 
     def __init__(self) -> None:
         super().__init__()
         self._array = bytearray()
 
     def exposed_noop(self) -> None:
-        """Does nothing."""
+        """Do nothing."""
 
     def exposed_write(self, start: int, content: bytes, size_bytes: int) -> None:
-        """Takes a part of an array."""
+        """Receive a part of an array."""
         if len(self._array) != size_bytes:
             self._array = bytearray(size_bytes)
         self._array[start : start + len(content)] = content
@@ -87,7 +87,7 @@ class Rpyc:
 
     @asynccontextmanager
     async def caller(self, place: Path) -> AsyncIterator[RpycCaller]:
-        # Compression, which it has on, costs far more than it saves between processes of one host.
+        # Compression, which is on by default, costs far more than it saves between processes of one host.
         channel = Channel(SocketStream.unix_connect(await read_address(place)), compress=False)
         connection = connect_channel(channel, config={"sync_request_timeout": None})
         try:
@@ -97,5 +97,5 @@ class Rpyc:
 
 
 def system() -> Rpyc:
-    """RPyC, without compression."""
+    """Make RPyC, without compression."""
     return Rpyc()

@@ -1,4 +1,4 @@
-"""xoscar: an actor in the second process of a pool, which it reaches faster than another pool."""
+"""xoscar: an actor in the second process of a pool, which is faster to reach than another pool."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Callee(xo.Actor):
         """Do nothing."""
 
     async def drop(self, value: object) -> None:
-        """Receive something and let go of it."""
+        """Receive a value and drop it."""
 
 
 @asynccontextmanager
@@ -36,5 +36,5 @@ async def open_caller(_place: Path) -> AsyncIterator[PeerCaller]:
 
 
 def system() -> ActorSystem:
-    """Xoscar as it comes."""
+    """Make xoscar with its defaults."""
     return ActorSystem(open_caller)

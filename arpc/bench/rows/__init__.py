@@ -1,4 +1,4 @@
-"""The table of what is compared. Each module here has a function ``rows()``; add yours to `ROWS`."""
+"""The table of all comparisons. Each module here has a function ``rows()``; add yours to `ROWS`."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ ROWS: Final[tuple[Row, ...]] = (
 
 
 def select(patterns: list[str], *, quick: bool, long: bool) -> list[Row]:
-    """The rows whose key contains a pattern or matches it as a shell would; all if there is no pattern."""
+    """Return the rows whose key contains a pattern or matches it as a shell would; all if there is no pattern."""
 
     def wanted(row: Row) -> bool:
         if patterns:

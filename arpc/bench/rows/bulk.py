@@ -40,7 +40,7 @@ _AMONG_RESULTS: Final[tuple[Metric, ...]] = (
 
 
 def rows() -> Iterator[Row]:
-    """Sending, echoing, and what small calls have to bear meanwhile."""
+    """Yield sends, echoes, and small calls during transfers."""
     for name, size_bytes in SMALL_SIZES.items():
         row = _row(f"send/{name.replace(' ', '')}/unix", f"send {name}", "drop", size_bytes, "unix", max_rounds=5)
         yield replace(row, metric="p50_us", unit="us", better="lower")

@@ -26,7 +26,7 @@ LARGE_WINDOWS: Final = (1_000, 10_000)
 
 
 def rows() -> Iterator[Row]:
-    """Latency, then rate."""
+    """Yield latencies, then rates."""
     for transport in TRANSPORTS:
         for flavour in FLAVOURS:
             for placement in PINNED:

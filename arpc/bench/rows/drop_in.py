@@ -15,7 +15,7 @@ _PLACEMENTS: Final[tuple[Placement, ...]] = ("same", "free")
 
 
 def rows() -> Iterator[Row]:
-    """One thread that calls, and sixteen."""
+    """Yield calls of one thread, then of sixteen."""
     latency = workload("latency", flavour="def", function="noop", payload="none")
     for placement in _PLACEMENTS:
         yield LatencyRow(

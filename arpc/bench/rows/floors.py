@@ -1,4 +1,4 @@
-"""What the machine itself gives: blocking sockets and the memmove of libc, with what arpc makes of it."""
+"""arpc against the limits of the machine: blocking sockets and the memmove of libc."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _COPIES: Final = (
 
 
 def rows() -> Iterator[Row]:
-    """Round trips, then bytes."""
+    """Yield round trips, then transfers."""
     call = by_flavour("latency", function="noop", payload="none")
     send = workload("bulk", function="drop", size_bytes=64 * MB)
     for transport in TRANSPORTS:

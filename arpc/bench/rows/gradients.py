@@ -1,4 +1,4 @@
-"""Distributed autograd: what the lists of shapes cannot say."""
+"""Distributed autograd, beyond the lists of shapes."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _TRANSFORMER: Final[tuple[Metric, ...]] = (
 
 
 def rows() -> Iterator[Row]:
-    """One operation, more contexts, more workers, a model; and what a pass is beside torch's own engine."""
+    """Yield one operation, more contexts, more workers, a model; and the share of a pass outside torch's engine."""
     op = workload("autograd_op")
     for placement in PINNED:
         yield LatencyRow(

@@ -30,8 +30,8 @@ _SLOW_READER: Final[tuple[Metric, ...]] = (
 
 
 def rows() -> Iterator[Row]:
-    """The flood, the soak and the slow reader."""
-    # The pair fills in the pid of its callee when it is asked.
+    """Yield the flood, the soak and the slow reader."""
+    # `Pair.measure` fills in the pid of its callee.
     flood = fresh_workload("flood", calls=CALLS_AT_ONCE, callee_pid=0)
     soak = fresh_workload("soak", calls=1_000_000, in_flight=256, callee_pid=0)
     slow = fresh_workload("slow_reader", replies=500, size_bytes=1 * MB, stopped_s=1.0, callee_pid=0)
@@ -45,7 +45,7 @@ def rows() -> Iterator[Row]:
             if metric == "stall_ms":
                 del systems["torch"]  # it has no loop
             if name == "slow-reader":
-                del systems[FLOOR]  # it has no bounds to show
+                del systems[FLOOR]  # it has no backpressure
             yield Row(
                 f"{name}/{metric}",
                 "Many calls",

@@ -1,4 +1,4 @@
-"""What torch.distributed.rpc does best with: nobody is to be beaten in a bad configuration."""
+"""The best configuration of torch.distributed.rpc, so that the comparison is fair."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _SECTION: Final = "torch.distributed.rpc by its number of worker threads"
 
 
 def rows() -> Iterator[Row]:
-    """Torch alone, with more and fewer worker threads."""
+    """Yield torch alone, with more and fewer worker threads."""
     latency = workload("latency", flavour="def", function="noop", payload="none")
     rate = workload("throughput", flavour="def", function="noop", payload="none", in_flight=64)
     yield LatencyRow("torch-threads/call", _SECTION, "small call, p50", cells=_cells(latency), in_quick=False)

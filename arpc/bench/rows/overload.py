@@ -20,7 +20,7 @@ _METRICS: Final[tuple[Metric, ...]] = (
 
 
 def rows() -> Iterator[Row]:
-    """Goodput, latency and memory under overload."""
+    """Yield goodput, latency and memory under overload."""
     work = fresh_workload("overload", times=3, in_flight=64, callee_pid=0)
     cells = {SUBJECT: Cell("arpc-limited", work), UNLIMITED: Cell("arpc-unix", work)}
     for metric, unit, what, better in _METRICS:

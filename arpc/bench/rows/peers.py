@@ -1,4 +1,4 @@
-"""arpc, torch and everything else that is installed, side by side."""
+"""arpc, torch and all other systems that are installed, side by side."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ __all__ = ["SECTION", "rows"]
 SECTION: Final = "Side by side: small call, rate, large tensor"
 
 _SESSION: Final = "peers"
-"""Of their own: some of them are a little busy even when nothing is asked of them."""
+"""A session of their own: some of them use a little CPU even when they are idle."""
 
 
 def rows() -> Iterator[Row]:
-    """Three figures of each. Only arpc is pinned, to two CPUs: its slower placement."""
+    """Yield three figures of each system. Only arpc is pinned, to two CPUs: its slower placement."""
     latency = by_flavour("latency", function="noop", payload="none")
     rate = by_flavour("throughput", function="noop", payload="none", in_flight=64)
     send = workload("bulk", function="drop", size_bytes=64 * MB)

@@ -1,4 +1,4 @@
-"""What watching calls costs: while nobody watches, and while somebody does."""
+"""The cost of observing calls: while no observer is active, and while a trace is recorded."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _SECTION: Final = "Profiling: what it adds to a small call"
 
 
 def rows() -> Iterator[Row]:
-    """Off, then on."""
+    """Yield calls with profiling off, then on."""
     title = "profiler off, tracing off: what calls pay for them, as a part of a small call"
     off = {SUBJECT: Cell("arpc-unix", workload("profiling_off"), "same")}
     yield Row("profiler/off/share", _SECTION, title, "share", "of a call", "lower", off)

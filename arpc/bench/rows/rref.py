@@ -35,7 +35,7 @@ _CHURN: Final[tuple[Metric, ...]] = (
 
 
 def rows() -> Iterator[Row]:
-    """Making and fetching one, chains, large values, and many of them."""
+    """Yield the creation and fetch of one RRef, chains, large values, and many RRefs."""
     pair = workload("rref_latency")
     for placement in PINNED:
         yield LatencyRow(

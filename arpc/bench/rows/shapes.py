@@ -19,7 +19,7 @@ RATE_ROUNDS: Final = 3
 
 
 class _Systems(NamedTuple):
-    """What measures shapes with one number of workers, in a session of their own."""
+    """The systems for shapes with one number of workers, in a session of their own."""
 
     arpc: str
     torch: str
@@ -33,7 +33,7 @@ _SYSTEMS: Final = {
 
 
 def rows() -> Iterator[Row]:
-    """Latency of each shape, and the rate of 64 in flight; then what is compared with arpc itself."""
+    """Yield the latency and the rate with 64 in flight of each shape; then comparisons with arpc itself."""
     for row, _ in goals():
         yield row
     yield from spread()
@@ -42,21 +42,21 @@ def rows() -> Iterator[Row]:
 
 
 def goals() -> Iterator[tuple[Row, float]]:
-    """Each row with the speed-up over torch that it must reach."""
+    """Yield each row with the speed-up over torch that it must reach."""
     for family, shape, flavour, placement in _each():
         yield _latency_row(family, shape, flavour, placement), getattr(family, placement)
         yield _rate_row(family, shape, flavour, placement), family.at_once
 
 
 def floors() -> Iterator[tuple[Row, float]]:
-    """Each row that is compared with the floor of its payload, with how many times that it may take."""
+    """Yield each row that is compared with the floor of its payload, with the multiple of it that it may take."""
     for family, shape, flavour, placement in _each():
         if family.of_floor is not None and shape.has_floor:
             yield _latency_row(family, shape, flavour, placement), family.of_floor
 
 
 def spread() -> Iterator[Row]:
-    """Calls with one small argument, each with the call that has none in place of the floor."""
+    """Yield calls with one small argument, each with the call without arguments in place of the floor."""
     for shape in SPREAD:
         for placement in PINNED:
             ours, bare = (
@@ -73,7 +73,7 @@ def spread() -> Iterator[Row]:
 
 
 def growth() -> Iterator[tuple[Row, float]]:
-    """What each further tensor or call adds, with what it may, between forked processes on one CPU."""
+    """Yield the time that each further tensor or call adds, with its limit, between forked processes on one CPU."""
     for one in GROWTH:
         work = workload("growth", few=one.few, many=one.many, more=one.more)
         row = Row(
@@ -134,5 +134,5 @@ def _rate_row(family: Family, shape: Shape, flavour: Flavour, placement: Placeme
 
 
 def _slug(name: str) -> str:
-    """A name that can be asked for on a command line: commas separate patterns there."""
+    """Return a name that can be given on a command line, where commas separate patterns."""
     return name.replace(",", "").replace("()", "").replace(" ", "-")

@@ -13,7 +13,7 @@ _SECTION: Final = "Small tensors, echo"
 
 
 def rows() -> Iterator[Row]:
-    """Few tensors, then more and more of them."""
+    """Yield few tensors, then more and more of them."""
     for payload, title in (("floats16", "16 floats"), ("dict50", "dict of 50 tensors of 16 floats")):
         latency = by_flavour("latency", function="echo", payload=payload)
         rate = by_flavour("throughput", function="echo", payload=payload, in_flight=64)

@@ -20,7 +20,7 @@ _METRICS: Final[tuple[Metric, ...]] = (
 
 
 def rows() -> Iterator[Row]:
-    """One caller and all the others, called in turn."""
+    """Yield one caller that calls all other workers in turn."""
     for metric, unit, what, better in _METRICS:
         for workers in GROUP_SIZES:
             yield Row(

@@ -1,5 +1,5 @@
-"""Calls of threads that block: the thread writes its request and reads the reply by itself, see `calls`.
+"""Blocking calls in which the calling thread itself writes the request and reads the reply, see `calls`.
 
-On one CPU a blocking call takes half to two thirds of the time that the way over the loop takes, which costs two
-switches of threads. The callee's half is in `arpc.agent.peers.connector`.
+On one CPU such a call takes half to two thirds of the time of a call through the event loop, which costs two thread
+switches. The callee's half is in `arpc.agent.peers.connector`.
 """

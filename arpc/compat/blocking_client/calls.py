@@ -1,8 +1,8 @@
-"""Calls of threads that block, which the thread itself makes on a `ThreadConnection` to the peer.
+"""Blocking calls that the calling thread itself makes on a `ThreadConnection` to the peer.
 
-That is for plain calls: a function that the peer knows, arguments and a result that are pickles and small tensors,
-a caller with nothing around it that others have to hear of. All other calls go through the loop, as does any call for
-which no thread connection is free. Which way a call takes shows in nothing but its duration.
+This is for plain calls: a function that the peer knows, arguments and a result that are pickles and small tensors, and
+a caller with no feature active that adds to requests, such as an autograd context. All other calls go through the loop,
+as does any call for which no thread connection is free. The route of a call changes nothing but its duration.
 """
 
 from __future__ import annotations
@@ -48,17 +48,17 @@ _FUNCTION: Final = int(MessageType.FUNCTION)
 _CANCEL: Final = int(MessageType.CANCEL)
 _MAX_TIMEOUT_S: Final = MAX_TIMEOUT_MS / 1000
 _MAX_BYTES: Final = 1 << 16
-"""A larger request would wait in the socket, and its thread with it."""
+"""The largest request for a thread connection: a larger one would block its thread while it is sent."""
 _OURS: Final = b"arpc."
-"""A pickle that names anything of this package may hold what belongs to the loop, such as an RRef."""
+"""A pickle that names anything of this package may hold objects that belong to the loop, such as an RRef."""
 _NUMBERS: Final = (float, int)
 _REPORT_S: Final = 0.05
 _NOTHING: Final = Content(b"")
 _MAX_CONNECTIONS: Final = 32
-"""To one peer. Each takes a socket and 256 KiB, here and there. A thread that finds none free takes the loop."""
+"""The most connections to one peer. Each takes a socket and 256 KiB on both sides. Without a free one, use the loop."""
 
 TAKES_LOOP: Final = object()
-"""The call cannot be made on a thread connection, and nothing of it has been sent."""
+"""Returned if a call cannot be made on a thread connection; nothing of it has been sent."""
 
 
 class BlockingCalls:
@@ -69,7 +69,7 @@ class BlockingCalls:
         self._codec = agent.codec
         options = agent.options
         self.is_on = not agent.policy.is_restricted and agent.placement is None and not options.max_calls_in_flight
-        """False: every call takes the loop."""
+        """False if every call must take the loop."""
         self._are_told = options.timeouts_travel
         self._shared_from_bytes = options.shared_memory_from_bytes
         self._ids = count(1)
@@ -88,9 +88,9 @@ class BlockingCalls:
         name: str = "",
         is_metered: bool = False,
     ) -> Any:
-        """The result of a call, or `TAKES_LOOP`. Raises what the call raises.
+        """Make a call. Return its result, or `TAKES_LOOP`; raise its error.
 
-        ``packed`` is what `Agent.prepare` has made of its arguments. ``name`` is `Call.called`.
+        ``packed`` are its arguments, packed by `Agent.prepare`. ``name`` is `Call.called`.
         """
         agent = self._agent
         pool = _pool_of(peer)
@@ -129,12 +129,12 @@ class BlockingCalls:
         try:
             connection = free.pop()
         except IndexError:
-            return TAKES_LOOP  # other threads were faster
+            return TAKES_LOOP  # other threads took the last ones
         data = self._framed(connection, peer, function, function_id, packed, content, id_, timeout_s)
         if data is None:
             _put_back(free, connection)
-            return TAKES_LOOP  # another worker has come under the peer's name
-        connection.calling = name or function  # first: what is counted must not seem to be over
+            return TAKES_LOOP  # another worker has joined under the peer's name
+        connection.calling = name or function  # first: a call that is counted must not look finished
         connection.calls_made += 1
         try:
             answer = connection.request(data, id_, timeout_s)
@@ -143,8 +143,8 @@ class BlockingCalls:
             connection.calls_made -= 1
             self._drop(pool, connection)
             return TAKES_LOOP
-        except BaseException as error:  # noqa: BLE001 - it is raised, in other words
-            connection.calling = None  # before all that a thread may be interrupted in
+        except BaseException as error:  # noqa: BLE001 - `_raise` raises it, translated
+            connection.calling = None  # first: a signal may interrupt any later step
             self._raise(peer, pool, connection, id_, name or function, error)
         connection.calling = None
         free.append(connection)
@@ -163,7 +163,7 @@ class BlockingCalls:
         id_: int,
         timeout_s: float,
     ) -> bytes | None:
-        """A request, after the definition of its function if the peer has not had it on this connection."""
+        """Frame a request, after its function's definition if the peer lacks that; None if the peer has changed."""
         definition = b""
         if function_id not in connection.known:
             known = peer.definition(function)
@@ -184,11 +184,11 @@ class BlockingCalls:
         function: Any,
         error: BaseException,
     ) -> NoReturn:
-        """What a call raises that has not been answered. ``connection`` has been taken for it."""
+        """Raise the error of a call that got no reply. ``connection`` was taken for that call."""
         name = name_of(function)
         if isinstance(error, TimeoutError):
             if self._are_told and not connection.is_ended:
-                connection.owed.discard(id_)  # one that waits to be run is not answered
+                connection.owed.discard(id_)  # a call that is cancelled before it runs gets no reply
                 connection.tell(frame(_CANCEL, 0, id_, 0, 0, b""))
             self._give_back(pool, connection)
             raise RpcTimeoutError(
@@ -208,14 +208,14 @@ class BlockingCalls:
         raise peer.lost_with(error, farewell, name) from error
 
     def _answer(self, peer: Peer, pool: ThreadConnections, function_id: int, function: Any, message: Message) -> Any:
-        """What is in an answer."""
+        """Return the result that a reply holds, or raise its error."""
         if sum(buffer.nbytes for buffer in message.buffers) >= self._shared_from_bytes:
-            pool.not_for.add(function_id)  # through shared memory these are faster
+            pool.not_for.add(function_id)  # large results are faster through shared memory
         if isinstance(message, Reply) and not (message.body or message.memory):
             return None
         work = partial(self._agent.receiver.answer, peer.info, message, name_of(function))
         if isinstance(message, Reply) and not message.meta and _OURS not in bytes(message.body):
-            # what is made of a result does not depend on what its caller has switched off
+            # unpacking a result does not depend on the torch modes that its caller has switched off
             return torchstate.run_with(torchstate.DEFAULTS, work)
         return self._agent.on_loop(work)
 
@@ -230,7 +230,7 @@ class BlockingCalls:
         self._on_loop_soon(pool.forget, connection)
 
     def _on_loop_soon(self, function: Callable[..., object], *args: Any) -> None:
-        with suppress(RuntimeError):  # the loop has ended, and with it all that it could be told of
+        with suppress(RuntimeError):  # the loop has ended, and so have its connections
             self._agent.loop.call_soon_threadsafe(function, *args)
 
     # -- connections
@@ -239,11 +239,11 @@ class BlockingCalls:
         if pool is None:
             self._on_loop_soon(self._open_connection, peer)
         elif not pool.is_asked_for and len(pool.all) < pool.limit:
-            pool.is_asked_for = True  # two threads at once ask for two, and the second comes to nothing
+            pool.is_asked_for = True  # if two threads ask at once, the second has no effect
             self._on_loop_soon(self._open_connection, peer)
 
     def _open_connection(self, peer: Peer) -> None:
-        """On the loop: open one more connection to a peer."""
+        """Open one more connection to a peer. Runs on the loop."""
         agent = self._agent
         if agent.is_closing or agent.is_wrapped:
             return
@@ -262,7 +262,7 @@ class BlockingCalls:
         main = peer.connection
         if main is None or main.peer.incarnation != record.incarnation:
             raise WireError(f"there is no connection to worker {name!r} that one of a thread could belong to")
-        # a thread uses a plain socket
+        # a thread uses a plain socket, without TLS
         schemes = ("unix://", "tcp://") if options.tls is None else ("unix://",)
         usable = [address for address in dialer.usable(record) if address.startswith(schemes)]
         if not usable:
@@ -291,14 +291,14 @@ class BlockingCalls:
         return result
 
     def _report(self, peer: str, function: Any, duration_ns: int, error: BaseException | None) -> None:
-        """Have the meter told of a call, soon: it belongs to the loop, which is not to be woken for each."""
+        """Queue a call for the meter, which belongs to the loop: waking the loop for each call would cost too much."""
         self._reports.append((peer, function, duration_ns, error))
         if not self._is_report_due:
             self._is_report_due = True
             self._on_loop_soon(self._agent.loop.call_later, _REPORT_S, self._tell_meter)
 
     def _tell_meter(self) -> None:
-        self._is_report_due = False  # before they are taken: one that comes meanwhile asks again
+        self._is_report_due = False  # first: a report that arrives meanwhile schedules again
         meter = self._agent.meter
         while self._reports:
             report = self._reports.popleft()
@@ -307,16 +307,16 @@ class BlockingCalls:
 
 
 def _pool_of(peer: Peer) -> ThreadConnections | None:
-    return peer.thread_connections  # type: ignore[return-value]  # nobody else makes them
+    return peer.thread_connections  # type: ignore[return-value]  # only this module makes them
 
 
 def _is_plain(timeout: Any) -> bool:
-    """Whether it is a time to wait; whatever else it is, others shall say what is wrong with it."""
+    """Whether it is a valid number of seconds. Any other value takes the loop, which reports what is wrong with it."""
     return timeout.__class__ in _NUMBERS and 0 <= timeout <= _MAX_TIMEOUT_S
 
 
 def _put_back(free: list[ThreadConnection], connection: ThreadConnection) -> None:
-    """A thread does not use a connection any more."""
+    """Return a connection that its thread has finished with."""
     free.append(connection)
     if connection.is_ended:
         _take_back(free, connection)

@@ -1,9 +1,9 @@
-"""A connection for a thread that blocks: it sends a request and reads the reply to it by itself.
+"""A connection on which a blocking thread itself sends a request and reads the reply.
 
-A `Connection` belongs to a loop, so a thread that waits for a call would wait for the loop too, twice: to have its
-request written, and to be told of the reply. On a `ThreadConnection` the thread does both. It speaks the same protocol,
-with the same handshake, over a socket that blocks; deadlines are the socket's own (``SO_RCVTIMEO``), so that waiting
-takes one system call and no timer.
+A `Connection` belongs to a loop, so a thread that waits for a call would wait for the loop too, twice: for its request
+to be written, and for the reply to be passed on. On a `ThreadConnection` the thread does both. It uses the same
+protocol and handshake over a blocking socket; timeouts are the socket's own (``SO_RCVTIMEO``), so that waiting takes
+one system call and no timer.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ _MOST_S: Final = 1e8
 _ANY: Final = 0
 _MAX_SCHEMAS: Final = 64
 _SURE_S: Final = 1.0
-"""After so long without a call, the next one first looks whether the peer has closed the connection."""
+"""Seconds without a call after which the next one first checks whether the peer has closed the connection."""
 _KEEP_ALIVE: Final = {"TCP_KEEPIDLE": 20, "TCP_KEEPINTVL": 10, "TCP_KEEPCNT": 6}
-"""In seconds, and how often."""
+"""Idle time and interval in seconds, and the number of probes."""
 
 
 class NotSentError(WireError):
-    """The peer has not got the whole request, so it has not run."""
+    """The peer has not received the whole request, so the function has not run."""
 
 
 class ThreadConnectionClosedError(ConnectionClosedError):
-    """The connection has ended. ``farewell`` is what the peer said of it, None if it said nothing."""
+    """The connection has ended. ``farewell`` is the reason in the peer's goodbye, None if there was no goodbye."""
 
     def __init__(self, text: str, farewell: str | None) -> None:
         super().__init__(text)
@@ -51,27 +51,27 @@ class ThreadConnectionClosedError(ConnectionClosedError):
 
 
 class ThreadConnection:
-    """One open connection. Used by one thread at a time, which keeps to that; only `wake` may be called by others."""
+    """One open connection. Its users ensure that one thread uses it at a time; only `wake` may be called by others."""
 
     def __init__(self, sock: socket.socket, protocol: Protocol, address: str) -> None:
-        """The socket is connected and blocks, and the handshake is done."""
+        """Take a socket that is connected and blocks, with its handshake done."""
         self.address = address
         self.is_ended = False
-        """No call is to be made on it any more. Set by its owner, on the loop."""
+        """True if no further call may be made on it. Set by its owner on the loop, or after a failed call."""
         self.ending: Callable[[str], Exception] | None = None
-        """Why, if the owner has a reason that calls shall raise: makes the error for the name of a function."""
+        """Set if the owner ended it with an error for its calls: makes that error from the name of a function."""
         self.calling: Any = None
-        """The function whose call is under way, for those who look."""
+        """The function whose call is in flight, for statistics and debugging; None if there is none."""
         self.call_id = 0
         self.due_at = 0.0
-        """When the time of the last call is up, 0 if it has no limit."""
+        """The deadline of the last call, in monotonic time; 0 if it has none."""
         self.calls_made = 0
         self.bytes_sent = 0
         self.bytes_received = 0
         self.known: set[int] = set()
-        """Functions that the peer has been told of on this connection, by their numbers."""
+        """The numbers of the functions whose definition was sent on this connection."""
         self.owed: set[int] = set()
-        """Calls that nobody waits for any more, and that have not been answered."""
+        """The ids of calls that were given up and have not been answered."""
         self.used_at = monotonic()
         self._socket = sock
         self._protocol = protocol
@@ -79,13 +79,13 @@ class ThreadConnection:
         self._receive_into = sock.recv_into
         self._get_buffer = protocol.get_buffer
         self._schemas: dict[Schema, int] = {}
-        """What has been announced to the peer."""
+        """The schemas that were announced to the peer, with their numbers."""
         self._farewell: str | None = None
         self._timeout_s = 0.0
         self._is_closed = False
 
     def framed(self, type_: int, flags: int, id_: int, arg: int, timeout_ms: int, content: Content) -> bytes:
-        """A message without large tensors, with what has to be announced before it."""
+        """Frame a message without large tensors, after the announcement of its schema if the peer needs it."""
         schema, announcement = content.schema, b""
         if schema is None:
             return content.framed(type_, flags, id_, arg, timeout_ms, 0)
@@ -96,10 +96,10 @@ class ThreadConnection:
         return announcement + content.framed(type_, flags, id_, arg, timeout_ms, number)
 
     def request(self, data: bytes, id_: int, timeout_s: float) -> Message:
-        """Send a request and wait for the answer, a `Reply` or a `Failure`.
+        """Send a request and wait for the reply, a `Reply` or a `Failure`.
 
-        ``timeout_s`` 0 is no limit. Raises `TimeoutError`, after which the connection goes on unless it `is_ended`; or
-        `NotSentError`, `ThreadConnectionClosedError`, `ProtocolError` or another `OSError`, after which it is unusable.
+        ``timeout_s`` 0 is no limit. Raises `TimeoutError`, after which the connection is usable unless it `is_ended`;
+        or `NotSentError`, `ThreadConnectionClosedError`, `ProtocolError` or another `OSError`, after which it is not.
         """
         now = monotonic()
         if now - self.used_at > _SURE_S and not self.is_sound():
@@ -112,10 +112,10 @@ class ThreadConnection:
         try:
             self._send(data)
         except BlockingIOError:
-            self.is_ended = True  # nobody knows how much of it the peer has
+            self.is_ended = True  # it is unknown how much of it the peer has
             raise TimeoutError from None
         except OSError as error:
-            # a frame that did not leave as a whole is none
+            # the peer ignores a frame that is incomplete
             raise NotSentError(str(error)) from error
         self.bytes_sent += len(data)
         while True:
@@ -124,14 +124,14 @@ class ThreadConnection:
             except BlockingIOError:
                 self.owed.add(id_)
                 raise TimeoutError from None
-            except TimeoutError as error:  # of the system's: the peer's host does not answer
+            except TimeoutError as error:  # ETIMEDOUT: the peer's host does not answer
                 raise ThreadConnectionClosedError(f"{self.address} does not answer: {error}", None) from error
             self.bytes_received += size_bytes
             answer = self._take(size_bytes, id_)
             if answer is not None:
                 return answer
             if self.due_at:
-                # what has come was not the answer, or not all of it
+                # this was not the reply, or not all of it
                 left_s = self.due_at - monotonic()
                 if left_s <= 0:
                     self.owed.add(id_)
@@ -139,11 +139,11 @@ class ThreadConnection:
                 self._set_timeout(left_s)
 
     def _take(self, size_bytes: int, id_: int) -> Message | None:
-        """What a read has brought; the answer to a call, if that is complete by now."""
+        """Handle the bytes that were read. Return the reply to the call, if it is complete by now."""
         protocol = self._protocol
         if not size_bytes and 0 < self.due_at < monotonic():
             self.is_ended = True
-            raise TimeoutError  # it was woken because of that
+            raise TimeoutError  # the timeout is why `wake` was called
         if not size_bytes:
             raise ThreadConnectionClosedError(f"{self.address} closed the connection without a goodbye", self._farewell)
         answer: Message | None = None
@@ -155,24 +155,24 @@ class ThreadConnection:
             elif message.id == id_:
                 answer = message
             else:
-                self.owed.discard(message.id)  # it was given up, and the two crossed on their way
+                self.owed.discard(message.id)  # that call was given up before its reply came
         if protocol.output:
             self._send(protocol.take_output())
         return answer
 
     def count_sent(self) -> int:
-        """Bytes sent."""
+        """Return the number of bytes sent."""
         return self.bytes_sent
 
     def tell(self, data: bytes) -> None:
-        """Send something that is not answered. If it cannot be sent, the next call will find out."""
+        """Send a message that has no reply. If that fails, no further call is made on the connection."""
         try:
             self._send(data)
         except OSError:
             self.is_ended = True
 
     def is_sound(self) -> bool:
-        """Whether it is as it was left. Takes what was owed meanwhile; never blocks."""
+        """Whether the peer has kept it open. Handles replies to calls that were given up; never blocks."""
         try:
             while True:
                 size_bytes = self._socket.recv_into(self._get_buffer(_ANY), 0, socket.MSG_DONTWAIT)
@@ -189,33 +189,33 @@ class ThreadConnection:
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, value)
         self._timeout_s = timeout_s
 
-    # -- the end
+    # -- closing
 
     def wake(self) -> None:
-        """Let the thread that waits on it find that the connection, or its own time, has ended. From any thread."""
+        """Shut down the socket, so that a thread that waits on it sees the end, or its own timeout. From any thread."""
         self.is_ended = True
-        with suppress(OSError):  # it has ended already
+        with suppress(OSError):  # the socket is closed already
             self._socket.shutdown(socket.SHUT_RDWR)
 
     def close(self, reason: str = "") -> None:
-        """End it, with a goodbye if nothing is under way. By its user, or by its owner while nobody uses it."""
+        """Close it, with a goodbye if it can be sent at once. By its user, or by its owner while it is unused."""
         if self._is_closed:
             return
         self._is_closed = self.is_ended = True
         goodbye = self._protocol.say_goodbye(reason)
-        with suppress(OSError):  # the peer sees the end of it all the same
+        with suppress(OSError):  # the peer sees the end of the connection anyway
             self._socket.send(goodbye, socket.MSG_DONTWAIT)
         self.abandon()
         self._protocol.close()
 
     def abandon(self) -> None:
-        """Forget the socket without a word to the peer: a fork has it too."""
+        """Close the socket without a message to the peer: after a fork, another process still has it."""
         self._is_closed = self.is_ended = True
         self._socket.close()
 
 
 async def open_thread_connection(address: str, protocol: Protocol) -> ThreadConnection:
-    """Connect, and go through the handshake. Raises `OSError`, `HandshakeError` or `ProtocolError`."""
+    """Connect, and do the handshake. Raises `OSError`, `HandshakeError` or `ProtocolError`."""
     loop = asyncio.get_running_loop()
     sock = await connect_socket(address)
     try:
@@ -235,13 +235,13 @@ async def open_thread_connection(address: str, protocol: Protocol) -> ThreadConn
 
 
 def _keep_alive(sock: socket.socket) -> None:
-    """Have the system look whether the peer's host is there: a long call is silent, and routers forget what is silent.
+    """Enable TCP keepalive: nothing is sent during a long call, and routers drop connections that are silent.
 
-    A connection of the loop has a heartbeat.
+    Connections of the loop have a heartbeat instead.
     """
     if sock.family == socket.AF_UNIX:
         return
-    with suppress(OSError):  # not all of them everywhere
+    with suppress(OSError):  # some systems lack some of these
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for name, value in _KEEP_ALIVE.items():
             if hasattr(socket, name):

@@ -1,4 +1,4 @@
-"""The connections to one peer that threads take turns to block on, beside the one that the loop has.
+"""The pool of connections to one peer on which threads make blocking calls, besides the loop's own connection.
 
 A thread takes one out of `ThreadConnections.free` for the time of a call and puts it back: both are atomic, so there is
 no lock. Everything else here belongs to the loop.
@@ -26,17 +26,17 @@ __all__ = ["ThreadConnections"]
 logger = get_logger("arpc.connections")
 
 IDLE_S: Final = 60.0
-"""A connection that nobody has used for so long is closed."""
+"""Seconds without a call after which a connection is closed."""
 _LOOK_S: Final = 5.0
 _RETRY_S: Final = 30.0
 _LATE_S: Final = 1.0
 MAX_OWED: Final = 32
-"""A connection with so many unanswered calls that were given up is set aside: a peer runs only so many at once."""
+"""With so many given-up calls unanswered, a connection is set aside: the peer limits how many run at once."""
 _NOBODY: Final = "nobody uses it"
 
 
 class ThreadConnections:
-    """They belong to one connection to the peer, and end with it."""
+    """The pool. Its connections belong to the loop's connection to the peer, and end with that."""
 
     def __init__(
         self,
@@ -47,17 +47,17 @@ class ThreadConnections:
     ) -> None:
         self.name = name
         self.limit = limit
-        """How many there may be."""
+        """The most connections at a time."""
         self.free: list[ThreadConnection] = []
-        """Those that no thread uses, the last one used at the end. Another list after each `end`."""
+        """The connections that no thread uses, the most recently used last. `end` replaces the list."""
         self.aside: list[ThreadConnection] = []
-        """Those on which so many calls have been given up, and not been answered, that the next could have to wait."""
+        """Connections with so many given-up calls unanswered that the peer might not run the next one at once."""
         self.main: Connection | None = None
-        """The connection between both workers, which they belong to; None while there is none, and so none of these."""
+        """The loop's connection to the peer; None if there is none, and then this pool has none either."""
         self.is_asked_for = False
-        """Another connection is being opened, or was tried in vain not long ago."""
+        """True while another connection is being opened, and for a while after that has failed."""
         self.not_for: set[int] = set()
-        """Functions, by number, whose results are better off on the connection itself."""
+        """The numbers of functions whose results are faster on the loop's connection."""
         self._loop = loop
         self._open_connection = open_connection
         self._all: set[ThreadConnection] = set()
@@ -69,12 +69,12 @@ class ThreadConnections:
 
     @property
     def calls_made(self) -> int:
-        """How many calls there have been."""
+        """The number of calls so far."""
         return self._made_before + sum(connection.calls_made for connection in self._all)
 
     @property
     def under_way(self) -> list[ThreadConnection]:
-        """Those on which a call is being made. Not all that are not free: a thread may be interrupted at any point."""
+        """The connections with a call in flight. A thread that was interrupted may hold others that are not free."""
         return [connection for connection in self._all if connection.calling is not None]
 
     @property
@@ -82,17 +82,17 @@ class ThreadConnections:
         return frozenset(self._all)
 
     def calls(self) -> list[tuple[int, str, float | None]]:
-        """The calls under way: id, name of the function, seconds left if these are limited."""
+        """Return the calls in flight: id, name of the function, seconds until the timeout (None if there is none)."""
         now = monotonic()
-        # a call may end at any moment
+        # snapshot: a call may end at any moment
         found = [(one.call_id, one.calling, one.due_at) for one in self._all]
         return [(id_, name_of(f), due_at - now if due_at else None) for id_, f, due_at in found if f is not None]
 
     # -- opening
 
     def open_another(self, main: Connection | None) -> None:
-        """A thread had to do without a connection. ``main`` is the connection to the peer at this time."""
-        is_other = self.main is not None and self.main is not main  # whose end is about to be told
+        """Open a connection after a thread found none free. ``main`` is the loop's present connection to the peer."""
+        is_other = self.main is not None and self.main is not main  # its end will be reported soon
         if main is None or not main.is_open or is_other or self._opening is not None or len(self._all) >= self.limit:
             self.is_asked_for = self._opening is not None
             return
@@ -104,11 +104,11 @@ class ThreadConnections:
         try:
             connection = await self._open_connection()
         except (OSError, ArpcError) as error:
-            # calls go on without
+            # calls take the loop
             logger.debug("no connection of a thread to worker %s: %s", self.name, error, extra={"peer": self.name})
         finally:
             self._opening = None
-        # the connection may have been lost meanwhile
+        # the loop's connection may have been lost meanwhile
         if connection is not None and main is self.main:
             self._all.add(connection)
             self.free.append(connection)
@@ -124,19 +124,19 @@ class ThreadConnections:
             self._timer = self._loop.call_later(_LOOK_S, self._look_after)
 
     def _look_after(self) -> None:
-        """Close what nobody uses, wake who has waited too long, and let threads ask again."""
+        """Close idle connections, wake threads that have waited too long, and let threads ask again."""
         self._timer = None
         now = monotonic()
         if now >= self._ask_again_at:
             self.is_asked_for = self._opening is not None
         for connection in self.under_way:
-            # A signal that interrupts a socket makes it wait all the time again: where these are frequent, for ever
+            # A signal restarts the timeout of a socket: with frequent signals, it would wait for ever
             if 0 < connection.due_at < now - _LATE_S:
                 connection.wake()
         free = self.free
         for connection in self.all.difference(free):
-            # A thread that is interrupted between two steps may lose a connection that it has just taken. Should one be
-            # about to use it, it finds that it is closed, and sends nothing.
+            # A thread that is interrupted between two steps may lose a connection that it has just taken. If a thread
+            # is about to use this one, it finds it closed and sends nothing.
             if connection.calling is None and not connection.owed and now - connection.used_at >= IDLE_S:
                 connection.close(_NOBODY)
                 self.forget(connection)
@@ -148,12 +148,12 @@ class ThreadConnections:
             else:
                 (self.aside if len(resting.owed) >= MAX_OWED else free).append(resting)
         kept: list[ThreadConnection] = []
-        while (unused := self._take(free, 0)) is not None:  # the one that has not been used for longest
+        while (unused := self._take(free, 0)) is not None:  # the least recently used one
             if now - unused.used_at < IDLE_S:
                 kept.append(unused)
                 break
             if unused.is_sound() and unused.owed:
-                kept.append(unused)  # its peer would take the end of it for a sign that nobody wants the answer
+                kept.append(unused)  # closing it would tell the peer that the replies are not wanted
             else:
                 unused.close(_NOBODY)
                 self.forget(unused)
@@ -163,27 +163,27 @@ class ThreadConnections:
 
     @staticmethod
     def _take(free: list[ThreadConnection], index: int = -1) -> ThreadConnection | None:
-        """A connection that no thread can take any more. To look at the list first would be to look too early."""
+        """Take a connection, so that no thread can; None if there is none. Checking the list first would be a race."""
         try:
             return free.pop(index)
         except IndexError:
             return None
 
     def forget(self, connection: ThreadConnection) -> None:
-        """A connection has ended, by itself or because nobody used it."""
+        """Remove a connection that has ended, by itself or because it was idle."""
         if connection in self._all:
             self._all.remove(connection)
             self._made_before += connection.calls_made
 
-    # -- the end
+    # -- closing
 
     def lost(self, main: Connection, make_error: MakeError) -> None:
-        """End all that belong to a connection between both workers, which has ended, and their calls with an error."""
+        """If ``main``, a connection of the loop that has ended, is theirs, end all connections and fail their calls."""
         if main is self.main:
             self.end(make_error)
 
     def end(self, make_error: MakeError) -> None:
-        """Let go of all connections, and end the calls under way on them."""
+        """End all connections, and fail the calls in flight on them."""
         self.main = None
         free, self.free = self.free, []
         connections, self._all = self._all, set()
@@ -195,7 +195,7 @@ class ThreadConnections:
             unused.close()
             connections.discard(unused)
         for connection in connections:
-            connection.wake()  # whoever uses it closes it
+            connection.wake()  # the thread that uses it closes it
 
     async def aclose(self, make_error: MakeError) -> None:
         self.limit = 0
@@ -209,7 +209,7 @@ class ThreadConnections:
         self.end(make_error)
 
     def abandon(self) -> None:
-        """In a forked child: the connections are the parent's."""
+        """Drop all connections in a forked child: they are the parent's."""
         self.limit = 0
         free, self.free = self.free, []
         free.clear()

@@ -19,9 +19,9 @@ _FOLDER = str(Path(__file__).parent)
 
 
 class _Watcher(MetaPathFinder):
-    """Installs the drop-in right after torch is imported: before anything can take names from torch's RPC.
+    """Installs the drop-in right after torch is imported, before any module can import names from torch's RPC.
 
-    Where arpc is imported first, and imports torch itself, that waits for the end of arpc's own import.
+    If arpc is imported first, and imports torch itself, the installation waits for the end of arpc's own import.
     """
 
     def __init__(self) -> None:
@@ -70,7 +70,7 @@ class _WatchedLoader(Loader):
 def _install() -> None:
     try:
         from arpc.compat.modules import install  # slow: imports torch
-    except ImportError as error:  # another environment than that of the process that started this one
+    except ImportError as error:  # another environment than that of the parent process
         sys.stderr.write(f"arpc.compat: torch.distributed.rpc is torch's own in this process: {error}\n")
     else:
         install()

@@ -96,11 +96,11 @@ __all__ = [
 logger = get_logger("arpc.compat")
 
 _rendezvous: list[Any] = []
-"""Kept, because the store ends with it."""
+"""The rendezvous of the group, kept because the store ends with it."""
 
 
 def is_available() -> bool:
-    """Always."""
+    """Return True: arpc always has it."""
     return True
 
 
@@ -111,7 +111,7 @@ def init_rpc(
     world_size: int | None = None,
     rpc_backend_options: Any = None,
 ) -> None:
-    """Join a group of workers under a name; from then on this process makes calls and answers them."""
+    """Join a group of workers under a name; from then on this process makes and answers calls."""
     if backend is not None and not isinstance(backend, backend_registry.BackendType):
         raise TypeError("Argument backend must be a member of BackendType")
     if rpc_backend_options is not None and not isinstance(rpc_backend_options, RpcBackendOptions):
@@ -127,7 +127,7 @@ def init_rpc(
 
 
 def _backend_of(chosen: Any) -> Any:
-    """The backend whose options these are."""
+    """Return the backend that these options belong to."""
     if chosen is None:
         return backend_registry.BackendType.TENSORPIPE
     for candidate in backend_registry.BackendType:
@@ -167,7 +167,7 @@ def _init_rpc_backend(
         (rpc_backend_options, RpcBackendOptions),
     ):
         if not isinstance(given, kind):
-            raise RuntimeError(  # noqa: TRY004 - torch's own, which people catch
+            raise RuntimeError(  # noqa: TRY004 - torch's own, which programs catch
                 f"Argument {given} must be of type {kind} but got type {type(given)}"
             )
     if _is_current_rpc_agent_set():

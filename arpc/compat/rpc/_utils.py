@@ -1,4 +1,4 @@
-"""What programs that change the membership of a group by hand take from torch.distributed.rpc._utils."""
+"""Functions of torch.distributed.rpc._utils, for programs that change the membership of a group by hand."""
 
 from __future__ import annotations
 
@@ -37,4 +37,4 @@ def _update_group_membership(
     reverse_device_map: Mapping[str, Mapping[Any, Any]],
     is_join: bool,
 ) -> None:
-    """Do nothing: a worker of arpc learns from the store who joins and leaves, and from their handshakes the rest."""
+    """Do nothing: workers of arpc read joins and leaves from the store, and get the rest from handshakes."""

@@ -1,6 +1,6 @@
-"""The functions of torch.distributed.rpc. Those that begin with ``_`` are torch's too: people replace them."""
+"""The functions of torch.distributed.rpc. Those that begin with ``_`` are torch's too: programs replace them."""
 
-# ruff: noqa: PLW0603 - people look the globals up here, and replace them
+# ruff: noqa: PLW0603 - programs look the globals up here, and replace them
 
 from __future__ import annotations
 
@@ -57,12 +57,12 @@ _thread_local_var = threading.local()
 _ALL_WORKER_NAMES: set[str] = set()
 _gatherings = Gatherings()
 _NAMES: Final = (str, int, WorkerInfo)
-"""What a worker is given by."""
+"""The types that identify a worker."""
 
 
 @contextlib.contextmanager
 def _use_rpc_pickler(rpc_pickler: Any) -> Iterator[None]:
-    """Use another pickler, for what is serialized by hand."""
+    """Use another pickler for objects that are serialized by hand."""
     global _default_pickler
     _default_pickler = rpc_pickler
     try:
@@ -86,7 +86,7 @@ def _set_and_start_rpc_agent(agent: Any) -> None:
 
 
 def _init_rpc_states(agent: Any) -> None:
-    """Take an agent for the one of this process."""
+    """Record the names of the group's workers, and make this the agent of the process unless it has one."""
     global _ALL_WORKER_NAMES
     _ALL_WORKER_NAMES = {info.name for info in agent.get_worker_infos()}
     if not _is_current_rpc_agent_set():
@@ -108,11 +108,11 @@ def _check(to: Any, func: Any, args: Sequence[Any] | None) -> None:
     if not callable(func):
         raise TypeError("function should be callable.")
     if not isinstance(to, _NAMES):
-        raise ValueError(f"Cannot get WorkerInfo from name {to}")  # noqa: TRY004 - torch's own, which people catch
+        raise ValueError(f"Cannot get WorkerInfo from name {to}")  # noqa: TRY004 - torch's own, which programs catch
     if isinstance(func, ScriptFunction):
         for arg in args or ():
             if isinstance(arg, RRef):
-                arg._check_creation()  # before its type is found to be wrong  # noqa: SLF001
+                arg._check_creation()  # before its type is checked  # noqa: SLF001
 
 
 def rpc_sync(
@@ -122,9 +122,9 @@ def rpc_sync(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> Any:
-    """What ``func(*args, **kwargs)`` returns on worker ``to``. Blocks this thread, and no other.
+    """Return the result of ``func(*args, **kwargs)`` on worker ``to``. Blocks this thread only.
 
-    ``timeout`` is in seconds, 0 for none; if it is not given, that of the options counts.
+    ``timeout`` is in seconds, 0 for none; the default is that of the options.
     """
     drop_in = _drop_in()
     _check(to, func, args)
@@ -138,7 +138,7 @@ def rpc_async(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> torch.futures.Future[Any]:
-    """Start a call of ``func(*args, **kwargs)`` on worker ``to``; its result will be in the future."""
+    """Start a call of ``func(*args, **kwargs)`` on worker ``to``; return a future of its result."""
     drop_in = _drop_in()
     _check(to, func, args)
     future = call_async(drop_in, drop_in.peer(to), func, args or (), kwargs, timeout)
@@ -154,7 +154,7 @@ def remote(
     kwargs: Mapping[str, Any] | None = None,
     timeout: float = UNSET_RPC_TIMEOUT,
 ) -> RRef[Any]:
-    """Run ``func(*args, **kwargs)`` on worker ``to`` and leave the result there; an RRef to it at once."""
+    """Run ``func(*args, **kwargs)`` on worker ``to`` and leave the result there; return an RRef to it at once."""
     refuse_loop_thread("arpc.remote(...)")
     drop_in = _drop_in()
     _check(to, func, args)
@@ -181,12 +181,12 @@ def _wait_all() -> Iterator[None]:
             del _thread_local_var.future_list
 
 
-# -- who is there
+# -- workers
 
 
 @_require_initialized
 def get_worker_info(worker_name: str | int | None = None) -> WorkerInfo:
-    """Name and id of a worker; of this one if no name is given."""
+    """Return the name and id of a worker; of this one if no name is given."""
     agent = _get_current_rpc_agent()
     info: WorkerInfo = agent.get_worker_info() if worker_name is None else agent.get_worker_info(worker_name)
     return info
@@ -202,7 +202,7 @@ def _to_worker_info(to: Any) -> WorkerInfo:
 
 @_require_initialized
 def get_rpc_timeout() -> float:
-    """Seconds that calls have which do not say."""
+    """Return the default timeout of calls, in seconds."""
     timeout_s: float = _get_current_rpc_agent().rpc_timeout
     return timeout_s
 
@@ -212,11 +212,11 @@ def _set_rpc_timeout(timeout_s: float) -> None:
     _get_current_rpc_agent().set_rpc_timeout(timeout_s)
 
 
-# -- all together
+# -- collective operations
 
 
 def _gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names: set[str] | None = None) -> None:
-    """Runs on the leader: a worker brings its object."""
+    """Add the object of a worker. Runs on the leader."""
     expected = worker_names or _ALL_WORKER_NAMES
     if worker_name not in expected:
         raise AssertionError(f"{worker_name} is not expected by leader.")
@@ -224,7 +224,7 @@ def _gather_to_leader(sequence_id: str, worker_name: str, obj: Any, worker_names
 
 
 def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> None:
-    """Runs on all others: the leader hands out what all have brought."""
+    """Receive the objects of all workers from the leader. Runs on all others."""
     gathering = _gatherings.get(sequence_id)
     if gathering.proceed_signal.is_set():
         raise AssertionError(f"Termination signal sequence id {sequence_id} got set twice.")
@@ -233,13 +233,13 @@ def _broadcast_to_followers(sequence_id: str, objects_map: dict[str, Any]) -> No
 
 
 def _call_here(name: str, *args: Any) -> Any:
-    """Call a function of this module by its name of the moment: people replace these."""
+    """Call a function of this module by name, looked up at this moment: programs replace these functions."""
     return globals()[name](*args)
 
 
 @_require_initialized
 def _all_gather(obj: Any, worker_names: set[str] | None = None, timeout: float = UNSET_RPC_TIMEOUT) -> dict[str, Any]:
-    """What each of the workers has brought, by name. Blocks until all of them have come."""
+    """Return the objects of all these workers, by name. Blocks until all of them have called this."""
     names = set(worker_names or _ALL_WORKER_NAMES)
     leader, own = min(names), _get_current_rpc_agent().get_worker_info().name
     sequence_id = _gatherings.next_id(names)
@@ -277,7 +277,7 @@ def _tell_followers(sequence_id: str, objects: dict[str, Any], followers: list[s
 
 @_require_initialized
 def _barrier(worker_names: Sequence[str]) -> None:
-    """Block until all these workers have come here."""
+    """Block until all these workers have called this."""
     try:
         _all_gather(None, set(worker_names))
     except RuntimeError:
@@ -286,7 +286,7 @@ def _barrier(worker_names: Sequence[str]) -> None:
 
 @_require_initialized
 def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-    """Block until all workers that run on this skin have come here."""
+    """Block until all drop-in workers have called this."""
     try:
         _all_gather(None, getattr(_get_current_rpc_agent(), "blocking_names", None), timeout=timeout)
     except RuntimeError:
@@ -294,18 +294,18 @@ def _wait_all_workers(timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
         raise
 
 
-# -- the end
+# -- shutdown
 
 
 def _delete_all_user_and_unforked_owner_rrefs(timeout: float = 10.0) -> None:
-    """Let go of all RRefs to values of others, and wait until these know."""
+    """Release all RRefs to values of other workers, and wait until the owners have confirmed it."""
     drop_in = _drop_in()
     drop_in.run(lambda: drop_in.worker.rref_context.release_all(timeout))
 
 
 @_require_initialized
 def shutdown(graceful: bool = True, timeout: float = DEFAULT_SHUTDOWN_TIMEOUT) -> None:
-    """Leave the group: after all workers have come here and nothing is under way, unless it is not to be graceful."""
+    """Leave the group; if ``graceful``, after all workers have called this and no call is in flight."""
     refuse_loop_thread("await arpc.shutdown()")
     try:
         if graceful:
@@ -334,11 +334,11 @@ def _finalize_shutdown() -> None:
         _reset_current_rpc_agent()
 
 
-# -- names that torch has here, and programs take
+# -- names that torch has here, and programs import
 
 
 def _rref_typeof_on_user(rref: RRef[Any], timeout: float = UNSET_RPC_TIMEOUT, blocking: bool = True) -> Any:
-    """The type of an RRef's value, asked of its owner; without ``blocking``, a future of it."""
+    """Ask the owner of an RRef for the type of its value; without ``blocking``, return a future of it."""
     future = _get_current_rpc_agent().type_of(rref, timeout)
     return future.wait() if blocking else future
 

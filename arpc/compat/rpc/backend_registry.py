@@ -1,4 +1,4 @@
-"""Backends by name, as torch has them. There is one behind them all: arpc."""
+"""The registry of backends by name, as in torch. The built-in backends run on arpc."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = [
 
 
 class BackendValue(NamedTuple):
-    """What a backend is."""
+    """The functions of a backend: one makes its options, the other one starts it."""
 
     construct_rpc_backend_options_handler: Callable[..., Any]
     init_backend_handler: Callable[..., Any]
@@ -64,8 +64,8 @@ def register_backend(
     construct_rpc_backend_options_handler: Callable[..., Any],
     init_backend_handler: Callable[..., Any],
 ) -> Any:
-    """Add a backend. `BackendType` is another class from then on, as it is in torch."""
-    global BackendType  # noqa: PLW0603 - people look it up in this module
+    """Add a backend. `BackendType` is another class from then on, as in torch."""
+    global BackendType  # noqa: PLW0603 - programs look it up in this module
     if backend_registered(backend_name):
         raise RuntimeError(f"RPC backend {backend_name}: already registered")
     _backends[backend_name] = BackendValue(construct_rpc_backend_options_handler, init_backend_handler)
@@ -79,12 +79,12 @@ def construct_rpc_backend_options(
     init_method: str = DEFAULT_INIT_METHOD,
     **kwargs: Any,
 ) -> Any:
-    """The options of a backend."""
+    """Return the options of a backend."""
     return backend.value.construct_rpc_backend_options_handler(rpc_timeout, init_method, **kwargs)
 
 
 def init_backend(backend: Any, *args: Any, **kwargs: Any) -> Any:
-    """Start a backend; returns its agent."""
+    """Start a backend, and return its agent."""
     return backend.value.init_backend_handler(*args, **kwargs)
 
 
@@ -96,11 +96,11 @@ def start_agent(
     backend_options: TensorPipeRpcBackendOptions,
     kind: type[TensorPipeAgent],
 ) -> TensorPipeAgent:
-    """Start a worker of arpc, and make it the one of this process."""
+    """Start a worker of arpc, and make it the agent of this process."""
     options = backend_options.as_arpc()
     if not isinstance(store, Store):
         raise TypeError(f"`store` must be a c10d::Store. {store}")
-    # Shutting down waits for those that wait in the same way, which not all of the group need to do
+    # A graceful shutdown waits for the other drop-ins; not all workers of the group need to be one
     names = _Names(store)
     names.add(name)
     with current.starting():
@@ -126,13 +126,13 @@ def start_agent(
         first = next(record for record in drop_in.members() if record.id == 0)
         if first.name in agent.blocking_names:
             agent.start_order = StartOrder(store, first)
-        # as torch does: from here on all can be called, and the first calls find connections
+        # as in torch: from here on all workers can be called, and the first calls find open connections
         api._all_gather(None, agent.blocking_names, timeout=options.rpc_timeout)  # noqa: SLF001
     return agent
 
 
 class _Names:
-    """The workers of a group that are drop-ins."""
+    """The names of the workers of a group that are drop-ins, kept in its store."""
 
     def __init__(self, store: Store) -> None:
         self._store = store

@@ -1,4 +1,4 @@
-"""The numbers of torch.distributed.rpc."""
+"""The constants of torch.distributed.rpc."""
 
 from datetime import timedelta
 

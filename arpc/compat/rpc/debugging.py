@@ -1,4 +1,4 @@
-"""Figures that torch's agent tells about itself."""
+"""The debug information of torch's agent."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["enable_gil_profiling"]
 
 @_require_initialized
 def enable_gil_profiling(flag: bool) -> None:
-    """Have the debug information tell how long handlers waited for the interpreter."""
+    """Include in the debug information how long a thread waits for the GIL."""
     get_agent().is_gil_profiled = flag
 
 

@@ -23,7 +23,7 @@ def async_execution(fn: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         result = fn(*args, **kwargs)
         if not isinstance(result, torch._C.Future):
-            raise RuntimeError(  # noqa: TRY004 - torch's own, which people catch
+            raise RuntimeError(  # noqa: TRY004 - torch's own, which programs catch
                 "Functions decorated with @rpc.async_function must return a torch.futures.Future object, "
                 f"but got {type(result).__name__}"
             )

@@ -10,7 +10,7 @@ __all__ = ["AllGatherStates", "Gatherings"]
 
 
 class AllGatherStates:
-    """One round of `_all_gather`: the objects of the workers by name, and an event that is set when all have come.
+    """One round of `_all_gather`: the objects of the workers by name, and an event for when all are there.
 
     Programs that gather by themselves use this class, so its attributes have torch's names.
     """
@@ -29,7 +29,7 @@ class Gatherings:
         self._rounds: dict[str, AllGatherStates] = {}
 
     def next_id(self, names: Iterable[str]) -> str:
-        """An id that all of these workers find for the same round."""
+        """Return an id that all of these workers compute for the same round."""
         joined = "".join(sorted(names))
         with self._lock:
             count = self._counts.get(joined, 0)
@@ -45,7 +45,7 @@ class Gatherings:
             return self._rounds.pop(round_id, None) or AllGatherStates()
 
     def add(self, round_id: str, name: str, brought: Any, expected: set[str]) -> None:
-        """A worker has come."""
+        """Add the object of a worker. The event is set once all expected workers have added theirs."""
         with self._lock:
             gathering = self._rounds.setdefault(round_id, AllGatherStates())
             if name in gathering.gathered_objects:
@@ -55,7 +55,7 @@ class Gatherings:
                 gathering.proceed_signal.set()
 
     def clear(self) -> None:
-        """The next group counts its rounds from 0 again."""
+        """Forget all rounds: the next group counts its rounds from 0 again."""
         with self._lock:
             self._counts.clear()
             self._rounds.clear()

@@ -14,7 +14,7 @@ __all__ = ["PythonUDF", "RPCExecMode", "RemoteException", "deserialize", "serial
 
 
 class RPCExecMode(Enum):
-    """How a call was made; part of its name in profiles."""
+    """The kind of a call; part of its name in profiles."""
 
     SYNC = "sync"
     ASYNC = "async"
@@ -23,7 +23,7 @@ class RPCExecMode(Enum):
 
 
 class PythonUDF(NamedTuple):
-    """A function and what it is called with."""
+    """A function and its arguments."""
 
     func: Callable[..., Any]
     args: tuple[Any, ...]
@@ -38,7 +38,7 @@ class RemoteException(NamedTuple):
 
 
 class _Pickler(pickle.Pickler):
-    """Puts tensors into a table, and what it finds reducers for through these."""
+    """Puts tensors into a table, and uses the registered reducers of other classes."""
 
     def __init__(self, file: BytesIO, reducers: dict[type, Callable[[Any], Any]]) -> None:
         super().__init__(file)
@@ -66,24 +66,24 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _InternalRPCPickler:
-    """Objects as bytes and a table of tensors, for those who use it by hand. Calls have a way of their own."""
+    """Serializes objects as bytes and a table of tensors, for programs that do so by hand. Calls do not use it."""
 
     def __init__(self) -> None:
         self._reducers: dict[type, Callable[[Any], Any]] = {}
 
     def _register_reducer(self, obj_class: type, reducer: Callable[[Any], Any]) -> None:
-        """Let a class be pickled in another way. The first one that is registered counts."""
+        """Register a reducer for a class. The first one that is registered counts."""
         self._reducers.setdefault(obj_class, reducer)
 
     def serialize(self, obj: Any) -> tuple[bytes, list[torch.Tensor]]:
-        """Bytes, and the tensors that were found in the object."""
+        """Return the object as bytes, and the tensors that were found in it."""
         file = BytesIO()
         pickler = _Pickler(file, self._reducers)
         pickler.dump(obj)
         return file.getvalue(), pickler.tensors
 
     def deserialize(self, binary_data: bytes, tensor_table: list[torch.Tensor]) -> Any:
-        """The object again."""
+        """Return the object that was serialized."""
         return _Unpickler(BytesIO(binary_data), tensor_table).load()
 
 
@@ -91,17 +91,17 @@ _internal_rpc_pickler = _InternalRPCPickler()
 
 
 def serialize(obj: Any) -> tuple[bytes, list[torch.Tensor]]:
-    """Bytes, and the tensors that were found in the object."""
+    """Return the object as bytes, and the tensors that were found in it."""
     return _internal_rpc_pickler.serialize(obj)
 
 
 def deserialize(binary_data: bytes, tensor_table: list[torch.Tensor]) -> Any:
-    """The object again."""
+    """Return the object that was serialized."""
     return _internal_rpc_pickler.deserialize(binary_data, tensor_table)
 
 
 def _build_rpc_profiling_key(
     exec_type: RPCExecMode, func_name: str, current_worker_name: str, dst_worker_name: str
 ) -> str:
-    """The name of a call in a profile."""
+    """Return the name of a call in a profile."""
     return f"rpc_{exec_type.value}#{func_name}({current_worker_name} -> {dst_worker_name})"

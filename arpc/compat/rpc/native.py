@@ -1,6 +1,6 @@
-"""What `torch._C._distributed_rpc` offers to programs: the drop-in's classes and functions under torch's private names.
+"""The counterpart of `torch._C._distributed_rpc`: the drop-in's classes and functions under torch's private names.
 
-Libraries ask there for the class of RRefs and for the current agent, whichever way they import the rest. The entry
+Libraries import the class of RRefs and the current agent from there, wherever they import the rest from. The entry
 points of torch's C++ agent (``_invoke_rpc_builtin`` and its like) have no counterpart: only torch's own Python layer
 calls them, and the drop-in replaces that layer.
 """

@@ -1,4 +1,4 @@
-"""What can be set: torch's classes of options, and what becomes of them."""
+"""torch's classes of options, and their conversion to `RpcOptions`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DeviceType = int | str | torch.device
 
 
 class RpcBackendOptions:
-    """What every backend knows: where the group meets, and how long calls may take."""
+    """The options of every backend: where the group meets, and how long calls may take."""
 
     def __init__(self, rpc_timeout: float = DEFAULT_RPC_TIMEOUT_SEC, init_method: str = DEFAULT_INIT_METHOD) -> None:
         if isinstance(rpc_timeout, timedelta) or not isinstance(rpc_timeout, int | float):
@@ -33,8 +33,8 @@ class RpcBackendOptions:
 class TensorPipeRpcBackendOptions(RpcBackendOptions):
     """The options of the default backend.
 
-    ``num_worker_threads`` run the plain functions that others call here. Which transports and channels are used is
-    arpc's to decide: ``_transports`` and ``_channels`` are taken and have no effect.
+    ``num_worker_threads`` run the plain functions that other workers call here. arpc itself chooses transports and
+    channels: ``_transports`` and ``_channels`` are accepted and have no effect.
     """
 
     def __init__(
@@ -62,7 +62,7 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         self.set_devices(devices or [])
 
     def set_device_map(self, to: str, device_map: dict[DeviceType, DeviceType]) -> None:
-        """Say where on worker ``to`` tensors belong that are on a device here. Adds to what was said before."""
+        """Map devices of this worker to those of worker ``to`` for tensors that are sent. Adds to earlier mappings."""
         try:
             checked = checked_device_map(to, device_map)
             merged = merged_device_map(to, self.device_maps.get(to, {}), dict(checked.items()))
@@ -71,7 +71,7 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
             raise ValueError(f"`device_map` only supports 1-to-1 mapping: {error}") from error
 
     def set_devices(self, devices: Sequence[DeviceType]) -> None:
-        """Say which GPUs may be used here."""
+        """Set the GPUs that may be used here."""
         found = [torch.device(device) for device in devices]
         for device in found:
             if device.type != "cuda":
@@ -79,11 +79,11 @@ class TensorPipeRpcBackendOptions(RpcBackendOptions):
         self.devices = found
 
     def as_arpc(self) -> RpcOptions:
-        """These options as `RpcOptions`."""
+        """Return these options as `RpcOptions`."""
         return RpcOptions(
             rpc_timeout=self.rpc_timeout,
             timeouts_travel=False,
-            gc_freeze=False,  # what the script makes of its garbage is its own affair
+            gc_freeze=False,  # garbage collection is left to the script
             gc_backoff=1,
             num_worker_threads=self.num_worker_threads,
             device_maps=self.device_maps,  # type: ignore[arg-type]  # invariant keys

@@ -1,4 +1,4 @@
-"""`arpc.profiler.server_profile` under torch's name, as the profile that torch makes of it."""
+"""`arpc.profiler.server_profile` under torch's name, with the interface of torch's profile."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ __all__: list[str] = []
 
 
 class _server_process_global_profile(profile):  # noqa: N801 - torch's name
-    """Records what this worker runs for others, whoever they are. Use it as ``torch.autograd.profiler.profile``."""
+    """Records the functions that this worker runs for any caller. Use it as ``torch.autograd.profiler.profile``."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)  # type: ignore[no-untyped-call]
         self.process_global_function_events: list[list[FunctionEvent]] = []
-        """What each request ran."""
+        """The events of each request."""
         self._server: server_profile | None = None
 
     def __enter__(self) -> Self | None:
@@ -44,5 +44,5 @@ class _server_process_global_profile(profile):  # noqa: N801 - torch's name
             self.process_global_function_events = server.by_request
 
     def __getstate__(self) -> dict[str, Any]:
-        """What it has found may go elsewhere; what looks for more stays here."""
+        """Return the state without the running profile: the results can be pickled, the profile cannot."""
         return {**self.__dict__, "_server": None}

@@ -1,1 +1,1 @@
-"""The promises of a transport, by subject; `arpc.testing.conformance` puts them together."""
+"""Conformance checks of transports, by subject; `arpc.testing.conformance` combines them."""

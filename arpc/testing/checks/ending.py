@@ -1,4 +1,4 @@
-"""How connections end: on purpose, by accident, by a mistake of either side."""
+"""Checks of how connections end: on purpose, by accident, by an error of either side."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class EndingChecks(Checks):
         async with self.endpoints() as endpoints:
             near, far = await endpoints.pair()
             buffers = [pattern(24 * MIB)]
-            far.connection.send(small_frame(9))  # on its way to the side that closes: TCP must not lose the rest for it
+            far.connection.send(small_frame(9))  # in flight to the side that closes: TCP must not lose data for that
             near.connection.send(small_frame(1))
             near.connection.send_bulk(bulk_frame(2, buffers), buffers)
             near.connection.send(small_frame(3))
@@ -76,7 +76,7 @@ class EndingChecks(Checks):
             await far.until(lambda: far.connection.bytes_received > MIB)
             near.connection.send(small_frame(2))
             near.connection.abort(WireError("cut"))
-            near.connection.send(small_frame(3))  # nobody knows yet that it is over
+            near.connection.send(small_frame(3))  # the receivers do not know yet that it has ended
             assert not near.connection.drop_bulk(bulk)
             assert near.connection.unsent_bytes == 0
             near.connection.abort(WireError("again"))

@@ -1,4 +1,4 @@
-"""How connections begin, or fail to."""
+"""Checks of how connections open, or fail to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["OpeningChecks"]
 
 
 class _Stranger(Protocol):
-    """Connects, and says something else than HELLO."""
+    """A protocol that sends something else than HELLO."""
 
     def __init__(self, first_words: bytes) -> None:
         super().__init__(Handshake(Role.CONNECTOR, NEAR, None), LIMITS)
@@ -66,7 +66,7 @@ class OpeningChecks(Checks):
                 far = await endpoints.next_accepted()
                 assert isinstance(await far.ended(), ProtocolError), f"{garbage[:16]!r} was taken for a handshake"
                 assert await near.ended() is not None, "a connection that never opened cannot have closed on purpose"
-                await endpoints.pair()  # the listener lives on
+                await endpoints.pair()  # the listener still accepts
 
     async def check_silence_is_no_handshake(self) -> None:
         async with self.endpoints() as endpoints:
@@ -98,7 +98,7 @@ class OpeningChecks(Checks):
         async with self.endpoints() as endpoints:
             address = endpoints.listener.address
             await raises(OSError, endpoints.transport.listen(address, endpoints.accept))
-            await endpoints.pair()  # who had it still has it
+            await endpoints.pair()  # the first listener still has the address
             await endpoints.listener.aclose()
             endpoints.listener = await endpoints.transport.listen(address, endpoints.accept)
             assert endpoints.listener.address == address
@@ -130,7 +130,7 @@ class OpeningChecks(Checks):
                 else:
                     connection.abort()
                     await endpoint.ended()
-                pair = await endpoints.pair()  # by now the listener has seen the first one, if anything came of it
+                pair = await endpoints.pair()  # by now the listener has accepted the first one, if it connected
                 for other in endpoints.accepted:
                     if other is not pair.far:
                         await other.ended()

@@ -1,4 +1,4 @@
-"""How frames and large buffers travel, and what a sender hears of a peer that does not keep up."""
+"""Checks of how frames and large buffers are sent, and of backpressure when a peer does not keep up."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Final
 from arpc.testing.checks.support import KIB, MIB, Checks, pattern
 from arpc.testing.endpoints import bulk_frame, small_frame
 
-# What a transport may hold back of what it was given to write: a chunk that is under way, and some more
+# The most that a transport may buffer of what it was given to write: the chunk being written, and some more
 HELD_BYTES: Final = 4 * MIB
 
 __all__ = ["SendingChecks"]
 
 
 class _Memory(bytearray):
-    """Memory whose end can be noticed."""
+    """Memory that can have weak references, which show when it is freed."""
 
 
 class SendingChecks(Checks):
@@ -143,7 +143,7 @@ class SendingChecks(Checks):
             held = [reference for reference in made if reference() is not None]
             assert len(held) == 2, "the receiver keeps memory for what was dropped"
 
-    # -- a peer that does not keep up
+    # -- backpressure
 
     async def check_large_buffers_wait_at_their_owner(self) -> None:
         async with self.endpoints() as endpoints:
@@ -155,7 +155,7 @@ class SendingChecks(Checks):
                 assert near.connection.unsent_bytes <= 49 * MIB
                 most = max(most, near.connection.bytes_sent - far.connection.bytes_received)
                 await asyncio.sleep(0)
-            # what the system's own buffers take is not ours to bound
+            # a transport cannot limit the system's own buffers
             assert most < 32 * MIB, f"{most >> 20} MiB were written ahead of the peer"
             assert near.connection.unsent_bytes == 0
             assert not near.connection.is_congested

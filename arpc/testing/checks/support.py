@@ -1,4 +1,4 @@
-"""What the checks have in common."""
+"""Helpers of the checks."""
 
 from __future__ import annotations
 
@@ -23,28 +23,28 @@ class Checks:
         self._address = address
 
     def endpoints(self, secret: bytes | None = None) -> Endpoints:
-        """A listener of a new transport, and what connects to it."""
+        """Make a listener of a new transport, and the ends that connect to it."""
         return Endpoints(self._make(), self._address, secret=secret)
 
 
 def pattern(size_bytes: int, seed: int = 1) -> memoryview:
-    """Bytes that tell a shift by any number of them."""
+    """Return bytes in which a shift by any number of them is visible."""
     period = bytes((seed * 31 + index * index) % 251 for index in range(251))
     return memoryview(period * (size_bytes // 251 + 1))[:size_bytes]
 
 
 async def turns(count: int) -> None:
-    """Let the loop turn that often."""
+    """Let the loop run that many turns."""
     for _ in range(count):
         await asyncio.sleep(0)
 
 
 async def raises(kind: type[BaseException], awaitable: Awaitable[object], text: str = "") -> None:
-    """Fail unless the error is raised, and says the text."""
+    """Fail unless the error is raised and contains the text."""
     error: BaseException | None = None
     try:
         await awaitable
-    except kind as raised:  # any other is a failure of its own
+    except kind as raised:  # any other error propagates
         error = raised
     assert error is not None, f"{kind.__name__} was not raised"
     assert text in str(error), f"{error!r} does not say {text!r}"

@@ -35,5 +35,5 @@ FAMILIES: Final[dict[str, tuple[Operation, ...]]] = {
 
 
 def operations_of(families: tuple[str, ...]) -> list[Operation]:
-    """The operations of some families."""
+    """Return the operations of some families."""
     return [operation for family in families for operation in FAMILIES[family]]

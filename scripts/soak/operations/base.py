@@ -1,4 +1,4 @@
-"""What all operations share: the worker of this process, its event log, and a limit of time for every call."""
+"""Shared code of all operations: the worker of this process, its event log, and a time limit for every call."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ __all__ = ["HANG_S", "TIMEOUT_S", "Client", "DeliberateError", "Operation", "her
 TIMEOUT_S: Final = 12.0
 """The timeout of most calls."""
 HANG_S: Final = 30.0
-"""A call that takes longer hangs: more than the timeout, and than the longest fault with its recovery."""
+"""Seconds after which a call hangs: more than the timeout, and than the longest fault with its recovery."""
 _HANG_STEP_S: Final = 3.0
-"""How much earlier the limit of a call ends than that of the call around it, so that the innermost is reported."""
+"""The difference between the limits of a call and of the call around it, so that the innermost is reported."""
 
 
 class DeliberateError(Exception):
@@ -34,21 +34,21 @@ class Client:
         self.ledger = ledger
         self.random = random.Random(seed)
         self.others: set[str] = set()
-        """The names that may be called: all members, and those that are lost."""
+        """The names that may be called: all members, and those that were lost."""
         self.children: set[asyncio.Task[Any]] = set()
-        """Each waits for a process that a handler forked."""
+        """Tasks that each wait for a process that a handler forked."""
 
     @property
     def worker(self) -> arpc.Worker:
-        """The worker of the task or handler that asks."""
+        """The worker of the calling task or handler."""
         return current()
 
     def other(self) -> str:
-        """The name of another worker."""
+        """Choose the name of another worker."""
         return self.random.choice(sorted(self.others))
 
     def path(self, length: int) -> list[str]:
-        """Workers to pass something along. No worker follows itself; this worker may be among them."""
+        """Choose a path of workers for a chain of calls. No worker follows itself; this worker may be among them."""
         names = sorted({*self.others, self.worker.name})
         made = [self.other()]
         while len(made) < length:
@@ -57,7 +57,7 @@ class Client:
 
     @asynccontextmanager
     async def call(self, kind: str, to: str, *others: str, depth: int = 0) -> AsyncIterator[str]:
-        """Around a call: gives the token, logs the end, and ends a call that hangs with `HungCallError`.
+        """Log a call inside of the block: yield its token, and end a call that hangs with `HungCallError`.
 
         ``others`` are workers besides caller and callee that the call depends on. ``depth``: how many handlers are
         around it.
@@ -77,7 +77,7 @@ class Client:
         self.ledger.end(token, None)
 
     def log_end(self, token: str, future: asyncio.Future[Any]) -> None:
-        """Done callback of a call that nothing waits for."""
+        """Log the end of a call that no task awaits: its done callback."""
         self.ledger.end(token, asyncio.CancelledError() if future.cancelled() else future.exception())
 
 
@@ -88,7 +88,7 @@ class Operation:
     name: str
     run: Callable[[Client], Awaitable[None]]
     pause_s: float = 0.1
-    """How long a task waits on average before it runs it again."""
+    """Seconds that a task waits on average before it runs it again."""
 
 
 _client: list[Client] = []
@@ -100,7 +100,7 @@ def set_client(client: Client) -> None:
 
 
 def here() -> Client:
-    """The client of this process."""
+    """Return the client of this process."""
     return _client[0]
 
 

@@ -1,4 +1,4 @@
-"""Functions of `arpc.batched`: some callers of a batch get an error, or all of them do, or go away."""
+"""Functions of `arpc.batched`: some callers of a batch get an error, or all of them do, or are cancelled."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ async def _batched(client: Client) -> None:
 
 
 async def _batched_together(client: Client) -> None:
-    """Calls that are likely to be in one batch, of which one is cancelled."""
+    """Make calls that are likely to be in one batch, of which one is cancelled."""
     to = client.other()
     numbers = [client.random.randrange(100) for _ in range(4)]
 

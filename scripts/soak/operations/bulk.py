@@ -27,7 +27,7 @@ def add_one(token: str, number: int) -> int:
 
 
 async def _large_and_small(client: Client) -> None:
-    """Ask one worker for many large results, and make small calls to it until they are there."""
+    """Request many large results from one worker, and make small calls to it until they have arrived."""
     to = client.other()
 
     async def large(number: float) -> None:

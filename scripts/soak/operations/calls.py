@@ -68,7 +68,7 @@ async def _call_cancelled(client: Client) -> None:
 
 
 async def _call_long(client: Client) -> None:
-    """Wait for a handler that takes seconds: it is under way when its worker dies."""
+    """Wait for a handler that takes seconds: it is in flight when its worker dies."""
     to, seconds = client.other(), client.random.uniform(0.5, 3.0)
     async with client.call("call-long", to) as token:
         await client.worker.rpc_sync(to, answer_late, args=(token, seconds), timeout=TIMEOUT_S)
@@ -82,7 +82,7 @@ async def _call_short(client: Client) -> None:
 
 
 async def _collect_all(client: Client) -> None:
-    """Several calls at once, some of them to the same worker, waited for together."""
+    """Make several calls at once, some of them to the same worker, and wait for all of them together."""
     names = [client.other() for _ in range(client.random.randrange(2, 8))]
     tokens = [client.ledger.begin("call-collected", to) for to in names]
     futures = [

@@ -1,4 +1,4 @@
-"""Handlers that fork: the child may outlive its worker, and the worker's death shows at once nevertheless."""
+"""Handlers that fork: the child may outlive its worker, whose death must be noticed at once nevertheless."""
 
 from __future__ import annotations
 

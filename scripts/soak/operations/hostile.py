@@ -1,4 +1,4 @@
-"""Exceptions that raise when they are pickled or formatted: the caller gets an error, the worker lives on."""
+"""Exceptions that raise when they are pickled or formatted: the caller gets an error, and the worker goes on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""RRefs: used, handed on to a third and a fourth worker, in containers and results, with and without timeouts."""
+"""RRefs: used, passed on to a third and a fourth worker, in containers and results, with and without timeouts."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from scripts.soak.operations.calls import answer
 __all__ = ["OPERATIONS"]
 
 Box = dict[str, list[Any]]
-"""A container in which RRefs travel."""
+"""A container in which RRefs are sent."""
 
 
 class Total:
-    """An object that other workers hold."""
+    """An object to which other workers have RRefs."""
 
     def __init__(self, token: str) -> None:
         here().ledger.ran(token)
@@ -30,7 +30,7 @@ class Total:
         return self.value
 
     async def ask(self, token: str, third: str, number: int) -> int:
-        """Call a plain function of a third worker. If that one is lost, the owner of this object is not."""
+        """Call a plain function of a third worker. The loss of that worker is not a loss of this object's owner."""
         client = here()
         client.ledger.ran(token)
         async with client.call("rref-method-inner", third, depth=1) as inner:
@@ -39,7 +39,7 @@ class Total:
 
 
 async def add_for(token: str, path: list[str], box: Box, number: int, timeout_s: float) -> int:
-    """Hand an RRef on to the next worker of the path. The last one uses it."""
+    """Pass an RRef on to the next worker of the path. The last one uses it."""
     client = here()
     client.ledger.ran(token)
     total: arpc.RRef[Total] = box["totals"][0]
@@ -56,7 +56,7 @@ async def add_for(token: str, path: list[str], box: Box, number: int, timeout_s:
 
 
 async def fetch_for(token: str, path: list[str], box: Box) -> Any:
-    """Hand an RRef on to the next worker of the path. The last one returns a copy of the value."""
+    """Pass an RRef on to the next worker of the path. The last one returns a copy of the value."""
     client = here()
     client.ledger.ran(token)
     rref: arpc.RRef[Any] = box["values"][0]
@@ -72,7 +72,7 @@ async def fetch_for(token: str, path: list[str], box: Box) -> Any:
 def _begin_creation(
     client: Client, kind: str, owner: str, function: Callable[..., Any], *args: Any
 ) -> tuple[str, arpc.RRef[Any]]:
-    """The token of a creation and its RRef; the caller logs the end. A worker that shuts down begins none."""
+    """Begin a creation; return its token and its RRef. The caller logs the end, except if `remote` raises."""
     token = client.ledger.begin(kind, owner)
     try:
         return token, client.worker.remote(owner, function, args=(token, *args), timeout=TIMEOUT_S)
@@ -82,7 +82,7 @@ def _begin_creation(
 
 
 async def create_for(token: str, owner: str) -> Box:
-    """Create an object on a third worker, and return the RRef before that has confirmed it."""
+    """Create an object on a third worker, and return the RRef before that worker has confirmed it."""
     client = here()
     client.ledger.ran(token)
     inner, total = _begin_creation(client, "rref-create-for", owner, Total)
@@ -105,7 +105,7 @@ async def _created(rref: arpc.RRef[Any]) -> None:
 
 
 async def _use(client: Client) -> None:
-    """Create an object, use it, and let another worker use it, several times."""
+    """Create an object, use it, and have another worker use it, several times."""
     owner, helper = client.other(), client.other()
     me = client.worker.name
     expected = 0
@@ -126,7 +126,7 @@ async def _use(client: Client) -> None:
 
 
 async def _hand_on(client: Client) -> None:
-    """Hand an RRef on before its creation is confirmed; the worker that gets it hands it on as well."""
+    """Pass an RRef on before its creation is confirmed; the worker that receives it passes it on as well."""
     owner, *path = client.path(3)
     timeout_s = client.random.choice((0.0, TIMEOUT_S))
     me, number = client.worker.name, client.random.randrange(1, 100)
@@ -144,7 +144,7 @@ async def _hand_on(client: Client) -> None:
 
 
 async def _hand_on_and_fetch(client: Client) -> None:
-    """Let a fourth worker fetch the value of an RRef that it got on the way, without any timeout."""
+    """Have a fourth worker fetch the value of an RRef that was passed on to it, without any timeout."""
     owner, *path = client.path(3)
     me, number = client.worker.name, client.random.randrange(1000)
     creation, rref = _begin_creation(client, "rref-create-handed-on", owner, answer, number)
@@ -161,7 +161,7 @@ async def _hand_on_and_fetch(client: Client) -> None:
 
 
 async def _share_own(client: Client) -> None:
-    """Hand a value of this worker to others, which fetch it."""
+    """Pass an RRef to a value of this worker on to other workers, which fetch it."""
     path = client.path(2)
     me, number = client.worker.name, client.random.randrange(1000)
     async with client.call("rref-pass-own", path[0], *path) as token:
@@ -171,7 +171,7 @@ async def _share_own(client: Client) -> None:
 
 
 async def _get_result(client: Client) -> None:
-    """Get an RRef as part of a result, before its owner has confirmed it; have it returned by its owner or another."""
+    """Get an RRef as part of a result, before its owner has confirmed it; have the owner or the helper return it."""
     helper, owner = client.path(2)
     async with client.call("rref-result", helper, owner) as token:
         box = await client.worker.rpc_sync(helper, create_for, args=(token, owner), timeout=TIMEOUT_S)
@@ -186,7 +186,7 @@ async def _get_result(client: Client) -> None:
 
 
 async def _method_calls_on(client: Client) -> None:
-    """Call a method that calls a third worker: if that one is lost, the owner is not."""
+    """Call a method that calls a third worker: the loss of that worker is not a loss of the owner."""
     owner, third = client.path(2)
     number = client.random.randrange(1000)
     async with client.call("rref-create", owner) as token:

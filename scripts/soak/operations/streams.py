@@ -1,4 +1,4 @@
-"""Streams: read to their end, left early, and such that raise."""
+"""Streams that are read to their end, that are left early, and that raise."""
 
 from __future__ import annotations
 

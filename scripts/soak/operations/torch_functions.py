@@ -1,6 +1,6 @@
 """Functions of torch: TorchScript and operators of ``torch.ops``.
 
-Torch reads the annotations of this module, so they are evaluated at once.
+Torch reads the annotations of this module, so their evaluation is not postponed.
 """
 
 import warnings

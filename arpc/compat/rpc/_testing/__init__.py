@@ -1,4 +1,4 @@
-"""The backend whose messages are lost or late on purpose, as torch's tests have it."""
+"""A backend whose messages are lost or late on purpose, as in torch's tests."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ __all__ = ["FaultyTensorPipeAgent", "FaultyTensorPipeRpcBackendOptions", "is_ava
 
 
 def is_available() -> bool:
-    """Always."""
+    """Return True: arpc always has it."""
     return True
 
 
 class FaultyTensorPipeRpcBackendOptions(TensorPipeRpcBackendOptions):
-    """Which messages fail the first times that they are sent, and which are sent late."""
+    """The options: which messages fail the first times that they are sent, and which are sent late."""
 
     def __init__(
         self,

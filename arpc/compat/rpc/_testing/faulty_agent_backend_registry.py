@@ -1,4 +1,4 @@
-"""The faulty backend under the name of the module that torch has it in. Importing it registers the backend."""
+"""The faulty backend under the name of torch's module. Importing it registers the backend."""
 
 from __future__ import annotations
 

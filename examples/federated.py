@@ -136,8 +136,8 @@ class Server:
         for answer in answers:
             if not isinstance(answer, BaseException):
                 came.append(answer)
-            elif not isinstance(answer, arpc.CallError | arpc.UnknownWorkerError):
-                raise answer  # those two: the client is late, lost, or leaving, and training goes on
+            elif not isinstance(answer, arpc.CallError | arpc.ShutdownError | arpc.UnknownWorkerError):
+                raise answer  # after those, training goes on: the client is late, lost, or leaving
         if came:
             total = sum(size for _, size in came)
             self.weights = torch.stack([weights * (size / total) for weights, size in came]).sum(dim=0)
@@ -182,7 +182,7 @@ async def start_client(number: int, place: str, rounds: int) -> None:
             await process.wait()
 
 
-async def be_server(place: str, arguments: argparse.Namespace) -> None:
+async def run_server(place: str, arguments: argparse.Namespace) -> None:
     """Run all rounds while clients come and go."""
     global server  # noqa: PLW0603 - one process, one server
     os.environ |= {"ARPC_SECRET": secrets.token_hex(), "OMP_NUM_THREADS": "1"}  # inherited by the clients
@@ -222,7 +222,7 @@ def main() -> None:
         arpc.run(be_client(arguments.client, arguments.place, arguments.stay))
         return
     with tempfile.TemporaryDirectory() as folder:  # on one host a group can meet in a file, and needs no port
-        arpc.run(be_server(f"file://{folder}/group", arguments))
+        arpc.run(run_server(f"file://{folder}/group", arguments))
 
 
 if __name__ == "__main__":

@@ -87,7 +87,9 @@ class MemoryConnection(Connection):
             budget -= size
             self._received(size)
         far = self.far
-        if far is not None and far.is_full and self.unread_bytes <= _LOW_WATER:
+        if far is not None and not far.is_full:
+            far.notify_bulk_left()
+        elif far is not None and self.unread_bytes <= _LOW_WATER:
             far.resume_writing()
         if parts:
             self._schedule()

@@ -71,7 +71,7 @@ from arpc.group.roster import (
 from arpc.ids import WorkerInfo
 from arpc.options import UNSET, RpcOptions
 from arpc.rref.handle import RRef
-from arpc.rref.turns import one_at_a_time
+from arpc.rref.one_at_a_time import one_at_a_time
 from arpc.runner import new_event_loop, run
 from arpc.runtime import Worker
 from arpc.tls import TLS

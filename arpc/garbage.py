@@ -21,7 +21,7 @@ _MOST: Final = 1 << 30
 """About the largest threshold that Python accepts."""
 
 
-class _Wish(NamedTuple):
+class _Request(NamedTuple):
     """The factor that a worker asks for, as long as its loop is not closed."""
 
     factor: int
@@ -70,7 +70,7 @@ class Backoff:
     """Makes collections rarer while they find nothing, up to a factor, as long as a worker asks for it."""
 
     def __init__(self) -> None:
-        self._wishes: tuple[_Wish, ...] = ()
+        self._wishes: tuple[_Request, ...] = ()
         """Replaced, never mutated: a collection may run at any moment."""
         self._lock = threading.Lock()
         self._usual = 0
@@ -88,33 +88,33 @@ class Backoff:
                 if self._looked not in gc.callbacks:
                     self._usual = self._last = gc.get_threshold()[0]
                     gc.callbacks.append(self._looked)
-                self._wishes = (*filter(_is_current, self._wishes), _Wish(factor, weakref.ref(loop)))
+                self._wishes = (*filter(_is_current, self._wishes), _Request(factor, weakref.ref(loop)))
 
     def end(self, factor: int, loop: asyncio.AbstractEventLoop) -> None:
         """Undo one `begin` with the same factor, if there was one; the last one restores the program's threshold."""
         if factor > 1:
             with self._lock:
-                wishes, ended = list(self._wishes), _Wish(factor, weakref.ref(loop))
+                wishes, ended = list(self._wishes), _Request(factor, weakref.ref(loop))
                 if ended in wishes:  # a worker may be shut down before its start has called `begin`
                     wishes.remove(ended)
                 self._wishes = tuple(filter(_is_current, wishes))
                 if not self._wishes and self._looked in gc.callbacks:
                     gc.callbacks.remove(self._looked)
-                    self._set(self._heed_program())
+                    self._set(self._program_threshold())
 
     def _looked(self, phase: str, info: dict[str, Any]) -> None:
         """Called by Python in any thread, in the middle of the code that made the last object: takes no lock."""
         if phase != "stop":
             return
         try:
-            usual = self._heed_program()
+            usual = self._program_threshold()
             factor = max((wish.factor for wish in self._wishes if wish.is_current), default=1)
             most = max(usual, min(usual * factor, _MOST))
             self._set(usual if info["collected"] else min(2 * self._last, most))
         except RecursionError:
             pass  # the interrupted code is at the recursion limit: the next collection is soon enough
 
-    def _heed_program(self) -> int:
+    def _program_threshold(self) -> int:
         """Return the usual threshold: the one that the program has set, if it has changed it meanwhile."""
         now = gc.get_threshold()[0]
         if now != self._last:
@@ -127,7 +127,7 @@ class Backoff:
             self._last = threshold
 
 
-def _is_current(wish: _Wish) -> bool:
+def _is_current(wish: _Request) -> bool:
     return wish.is_current
 
 

@@ -56,7 +56,7 @@ def run(main: Coroutine[Any, Any, T] | Callable[[], Coroutine[Any, Any, T]], *, 
     termination = _Termination()
     # The coroutine inherits the torch state around this call; everything else on the loop starts from the defaults
     rooted = torchstate.Rooted(
-        termination.cancelling(coroutine) if termination.can_be_heard_of() else coroutine, torchstate.capture()
+        termination.cancelling(coroutine) if termination.can_handle() else coroutine, torchstate.capture()
     )
     try:
         with torchstate.pristine_thread(), asyncio.Runner(debug=debug, loop_factory=_new_rooted_loop) as runner:
@@ -90,7 +90,7 @@ class _Termination:
         self.came = False
 
     @staticmethod
-    def can_be_heard_of() -> bool:
+    def can_handle() -> bool:
         """Return whether this thread receives signals, and the program has no handler of its own for SIGTERM."""
         is_main_thread = threading.current_thread() is threading.main_thread()
         return is_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL

@@ -102,7 +102,7 @@ class Worker:
         self.options = options
         self.agent: Agent
         self.rendezvous: Rendezvous
-        self.lookout: MembershipWatch
+        self.membership_watch: MembershipWatch
         self.rref_context: RRefContext
         self.autograd: AutogradService
         self.profiler: ProfilerService
@@ -124,7 +124,7 @@ class Worker:
         self._shutdown: asyncio.Task[None] | None = None
         self._lost: WorkerLostError | None = None
         """The loss of a worker that a graceful shutdown was waiting for."""
-        self._hurry = asyncio.Event()
+        self._stop_waiting = asyncio.Event()
         """Set to make a graceful shutdown stop waiting for the group."""
 
     def __repr__(self) -> str:
@@ -331,7 +331,7 @@ class Worker:
         """
         if not self.is_shut_down:
             self.agent.check_loop()
-        return self.lookout.listen()
+        return self.membership_watch.listen()
 
     def on_peer_lost(self, callback: Callable[[MemberLost], object]) -> Callable[[], None]:
         """Call a function, or an ``async def``, for each worker that is lost: see `MemberLost`, and `membership`.
@@ -343,7 +343,7 @@ class Worker:
         """
         if not self.is_shut_down:
             self.agent.check_loop()
-        return self.lookout.on_lost(callback)
+        return self.membership_watch.on_lost(callback)
 
     def keep(self, kind: type[T]) -> T:
         """Return the one object of a class that belongs to this worker, created at the first call.
@@ -365,7 +365,7 @@ class Worker:
             "busy_poll": self.busy_poll.statistics() if self.busy_poll is not None else {},
             "heartbeat": self.agent.heartbeat.statistics(),
             "rendezvous": self.rendezvous.statistics(),
-            "members": self.lookout.roster.statistics(),
+            "members": self.membership_watch.roster.statistics(),
             "rrefs": rref_statistics(self.rref_context),
             "shared_memory": self.arena.statistics() if self.arena is not None else {},
             "receive_memory": self.receive_memory.statistics() if self.receive_memory is not None else {},
@@ -436,14 +436,14 @@ class Worker:
         if self._shutdown is None:
             self._shutdown = asyncio.create_task(self._run_shutdown(graceful, timeout or self.options.shutdown_timeout))
         elif not graceful:
-            self._hurry.set()
+            self._stop_waiting.set()
         shutdown = self._shutdown
         try:
             if not shutdown.done():
                 await asyncio.wait([shutdown])
         except asyncio.CancelledError:
             # a caller that is cancelled does not wait for the group any longer
-            self._hurry.set()
+            self._stop_waiting.set()
             await asyncio.wait([shutdown])
             shutdown.exception()
             raise
@@ -456,7 +456,7 @@ class Worker:
             if graceful:
                 await self._quiesce(timeout_s or None)
         finally:
-            await self._close_in_any_case(graceful=graceful and not self._hurry.is_set())
+            await self._close_in_any_case(graceful=graceful and not self._stop_waiting.is_set())
 
     async def _close_in_any_case(self, *, graceful: bool) -> None:
         """Close all parts of the worker. A cancellation is deferred until that is done: it takes only a moment."""
@@ -474,7 +474,7 @@ class Worker:
     async def _close(self, *, graceful: bool) -> None:
         worker_ended(self, self.agent.loop)
         unwatch_loop(self)
-        self.lookout.close()
+        self.membership_watch.close()
         if self.attach_file is not None:
             self.attach_file.remove()
         if self.http is not None:
@@ -557,7 +557,7 @@ class Worker:
             self.leaked_rrefs = report_leaks(context)
 
     async def _fail_in_a_hurry(self) -> None:
-        await self._hurry.wait()
+        await self._stop_waiting.wait()
         raise ShutdownError(f"worker {self.info.name!r} was shut down without the group: waiting for it was cancelled")
 
     async def _fail_if_peer_is_lost(self) -> None:

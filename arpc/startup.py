@@ -41,7 +41,7 @@ from arpc.metrics.service import MetricsService
 from arpc.options import RpcOptions, Unset
 from arpc.profiler.group_profile import record_group
 from arpc.profiler.service import ProfilerService
-from arpc.rref.context import RRefContext, Skin
+from arpc.rref.context import HandleClass, RRefContext
 from arpc.rref.handle import RRef
 from arpc.rref.reducer import reduce_rref
 from arpc.runtime import Worker
@@ -96,12 +96,12 @@ async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out 
     network: MemoryNetwork | None = None,
     transports: Mapping[str, Transport] | None = None,
     backends: Mapping[str, DeviceBackend] | None = None,
-    skin: Skin | None = None,
+    handle_class: HandleClass | None = None,
 ) -> Worker:
     """Build a worker, join the group and make it current. If a step fails, the steps before it are undone.
 
-    ``backends`` are the devices besides the CPU, by type; by default those that torch finds. ``skin`` is another class
-    in which the worker's code sees RRefs.
+    ``backends`` are the devices besides the CPU, by type; by default those that torch finds. The worker's code sees
+    RRefs as objects of ``handle_class``.
     """
     scope = current_scope.get()
     if scope is not None and scope.worker is not None and not scope.worker.is_shut_down:
@@ -130,16 +130,16 @@ async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out 
     identity = Identity(name, 0, secrets.randbits(63), main_fingerprint(), known)
     policy: Policy = UNRESTRICTED if options.allow is None else AllowList(name, options.roles)
     rrefs = worker.rref_context = RRefContext(options, context, name)
-    rrefs.skin = skin
+    rrefs.handle_class = handle_class
     rrefs.get_method = policy.get_method
     reducers: dict[type, Reducer] = {**kinds.REDUCERS, RRef: partial(reduce_rref, rrefs)}
-    if skin is not None:
-        unwrap = skin.unwrap
-        reducers[skin.cls] = lambda handle, parcel: reduce_rref(rrefs, unwrap(handle), parcel)
+    if handle_class is not None:
+        unwrap = handle_class.unwrap
+        reducers[handle_class.cls] = lambda handle, pickling: reduce_rref(rrefs, unwrap(handle), pickling)
     autograd = worker.autograd = AutogradService(options, context, rrefs, policy)
     profiler = worker.profiler = ProfilerService()
     variables = ContextPropagation(policy)
-    lookout = worker.lookout = MembershipWatch(rendezvous, options, context)
+    membership_watch = worker.membership_watch = MembershipWatch(rendezvous, options, context)
     metrics = worker.metrics = MetricsService(
         options,
         Inspector(rrefs, autograd, worker.arena, worker.receive_memory),
@@ -162,7 +162,7 @@ async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out 
             interceptors=(variables, autograd.recorder, placement.results),
             observers=profiler.observers,
             is_elastic=rendezvous.is_elastic,
-            watchers=(rrefs, autograd, profiler.tracer, lookout),
+            watchers=(rrefs, autograd, profiler.tracer, membership_watch),
             placement=placement if placement.is_needed else None,
             policy=policy,
         )
@@ -171,7 +171,7 @@ async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out 
         rrefs,
         autograd,
         profiler,
-        lookout,
+        membership_watch,
         metrics,
     )
     for feature in features:
@@ -195,7 +195,7 @@ async def start_worker(  # noqa: PLR0915 - one worker is made in one place, out 
             name, make_record, timeout_s=options.init_timeout, probe=agent.connector.dialer.is_alive
         )
         await _meet_members(rendezvous, record, agent)
-        lookout.start()
+        membership_watch.start()
         if options.http:
             worker.http = await context.run(_serve_http, options, metrics)
         place = _meeting_place(init_method, is_given=store is not None)

@@ -172,7 +172,7 @@ async def push(name: str, gradient: Tensor) -> Tensor:
     return server.push(name, gradient)
 
 
-async def be_server(place: str, arguments: argparse.Namespace) -> None:
+async def run_server(place: str, arguments: argparse.Namespace) -> None:
     """Train in spite of the kills, and print the results."""
     global server  # noqa: PLW0603 - one process, one server
     os.environ |= {"ARPC_SECRET": secrets.token_hex(), "OMP_NUM_THREADS": "1"}  # inherited by the trainers
@@ -204,7 +204,7 @@ def main() -> None:
         arpc.run(be_trainer(arguments.trainer, arguments.place))
         return
     with tempfile.TemporaryDirectory() as folder:  # on one host a group can meet in a file, and needs no port
-        arpc.run(be_server(f"file://{folder}/group", arguments))
+        arpc.run(run_server(f"file://{folder}/group", arguments))
 
 
 if __name__ == "__main__":

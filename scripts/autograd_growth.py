@@ -27,7 +27,7 @@ from torch import Tensor
 
 import arpc
 from arpc.launch.meeting import StoreServer
-from arpc.launch.plan import Meeting, as_group, environment_of
+from arpc.launch.plan import MeetingPoint, as_group, environment_of
 
 SIZES: Final = (1, 2, 3, 5, 10, 20, 50, 100, 200, 500, 1000)
 SIZE: Final = 16
@@ -117,7 +117,7 @@ async def take_part() -> dict[str, list[float]]:
     return found
 
 
-def be_a_worker(environment: dict[str, str], pipe: Connection) -> None:
+def run_worker(environment: dict[str, str], pipe: Connection) -> None:
     """Run one worker: the target of each process."""
     os.environ.update(environment)
     pipe.send(arpc.run(take_part))
@@ -129,12 +129,12 @@ async def measure() -> dict[str, list[float]]:
     context.set_forkserver_preload(["arpc._public", "uvloop"])
     server = StoreServer()
     await server.serve()
-    meeting = Meeting(server.host, server.port)
+    meeting = MeetingPoint(server.host, server.port)
     workers = []
     try:
         for slot in as_group(2):
             ours, theirs = context.Pipe()
-            process = context.Process(target=be_a_worker, args=(environment_of(slot, meeting, {}), theirs), daemon=True)
+            process = context.Process(target=run_worker, args=(environment_of(slot, meeting, {}), theirs), daemon=True)
             process.start()
             theirs.close()
             workers.append((process, ours))

@@ -24,7 +24,7 @@ from typing import Final, NamedTuple
 
 import arpc
 from arpc.launch.meeting import StoreServer
-from arpc.launch.plan import Meeting, as_group, environment_of
+from arpc.launch.plan import MeetingPoint, as_group, environment_of
 
 SIZES: Final = (2, 4, 8, 16, 32, 64)
 
@@ -40,7 +40,7 @@ class Figures(NamedTuple):
     connections: int
 
 
-def be_a_worker(environment: dict[str, str], pipe: Connection) -> None:
+def run_worker(environment: dict[str, str], pipe: Connection) -> None:
     """Run one worker: the target of each process."""
     os.environ.update(environment)
     pipe.send("ready")
@@ -72,12 +72,12 @@ async def measure(size: int) -> tuple[float, list[Figures]]:
     context.set_forkserver_preload(["arpc._public", "uvloop"])
     server = StoreServer()
     await server.serve()
-    meeting = Meeting(server.host, server.port)
+    meeting = MeetingPoint(server.host, server.port)
     workers = []
     try:
         for slot in as_group(size):
             ours, theirs = context.Pipe()
-            process = context.Process(target=be_a_worker, args=(environment_of(slot, meeting, {}), theirs), daemon=True)
+            process = context.Process(target=run_worker, args=(environment_of(slot, meeting, {}), theirs), daemon=True)
             process.start()
             theirs.close()
             workers.append((process, ours))

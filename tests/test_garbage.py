@@ -62,7 +62,7 @@ def test_a_collection_at_the_limit_of_recursion_changes_nothing(loop, monkeypatc
         raise RecursionError
 
     with monkeypatch.context() as patch:
-        patch.setattr(backoff, "_heed_program", too_deep)
+        patch.setattr(backoff, "_program_threshold", too_deep)
         gc.collect(0)  # warnings are errors here, and so would be an exception that cannot be raised
         assert first_threshold() == before
     gc.collect(0)

@@ -101,7 +101,7 @@ class MembershipWatch(PeerWatcher):
             self.roster.suspected(peer, "the connection broke, or nothing was heard of it")
 
     def wants(self, peer: WorkerInfo) -> bool:
-        return not self._is_closed and (bool(self._callbacks) or self.roster.is_heard)
+        return not self._is_closed and (bool(self._callbacks) or self.roster.has_open_streams)
 
     def peer_lost(self, peer: WorkerInfo, reason: str) -> None:
         self.roster.lost(peer, reason)

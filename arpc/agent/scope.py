@@ -43,7 +43,7 @@ class Scope(Protocol):
     def call_begun(self, future: asyncio.Future[Any]) -> None:
         """Record a call that was made in this scope. If a handler is cancelled, its calls are cancelled, too."""
 
-    def call_comes(self) -> None:
+    def thread_call_begun(self) -> None:
         """Record that a thread makes a call in this scope, which soon begins on the loop. Called in that thread."""
 
 
@@ -58,7 +58,7 @@ class WorkerScope(NamedTuple):
     def call_begun(self, future: asyncio.Future[Any]) -> None:
         """Do nothing: this scope is never cancelled."""
 
-    def call_comes(self) -> None:
+    def thread_call_begun(self) -> None:
         """Do nothing: no reply has to wait for the call."""
 
 

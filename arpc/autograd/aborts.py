@@ -28,7 +28,7 @@ class Aborts:
     def __init__(self, container: Container, lifetimes: Lifetimes) -> None:
         self._container = container
         self._lifetimes = lifetimes
-        self.unheard: set[tuple[int, int, int]] = set()
+        self.unacknowledged: set[tuple[int, int, int]] = set()
         """The context, pass and worker of each abort that is not acknowledged yet."""
 
     def tell(self, context: AutogradContext, pass_id: int, workers: Collection[int]) -> asyncio.Future[Any]:
@@ -44,7 +44,7 @@ class Aborts:
 
     async def _tell(self, context: AutogradContext, pass_id: int, to: int, attempt: asyncio.Future[Any]) -> None:
         news = context.id, pass_id, to
-        self.unheard.add(news)
+        self.unacknowledged.add(news)
 
         def is_moot() -> bool:
             """Whether the worker need not be notified: it is gone, or the context has ended, see `Lifetimes`."""
@@ -62,4 +62,4 @@ class Aborts:
                     context.id,
                 )
         finally:
-            self.unheard.discard(news)
+            self.unacknowledged.discard(news)

@@ -72,9 +72,9 @@ class AutogradContext(msgspec.Struct, eq=False):
     aborted_passes: frozenset[int] = frozenset()
     last_failed: tuple[int, int | None] = (-1, None)
     """The last pass with a parent that failed here, and the parent, which gets the reason with the reply."""
-    aborts_told: frozenset[int] = frozenset()
+    aborts_sent: frozenset[int] = frozenset()
     """The passes whose aborts this worker has sent to others."""
-    told_early: dict[int, dict[int, bool]] = {}
+    early_replies: dict[int, dict[int, bool]] = {}
     """By pass: workers that got `NOTHING_LIVE` before the context was known, and whether they sent a first parcel."""
     sends_used: int = 0
     """The number of times that gradients have arrived for a message, in all passes."""
@@ -164,7 +164,7 @@ class AutogradContext(msgspec.Struct, eq=False):
             self.last_pass = -1
 
 
-class Absent(msgspec.Struct, eq=False):
+class AbsentContext(msgspec.Struct, eq=False):
     """The data of a context that is not here, and has not ended: messages of it may still arrive."""
 
     last_pass: int = -1
@@ -174,8 +174,8 @@ class Absent(msgspec.Struct, eq=False):
     clock: int = 0
     failed: frozenset[int] = frozenset()
     """The failed passes whose aborts have arrived: the parcels that begin these passes may still arrive."""
-    told_early: dict[int, dict[int, bool]] = {}
-    """See `AutogradContext.told_early`. It has one pass at a time."""
+    early_replies: dict[int, dict[int, bool]] = {}
+    """See `AutogradContext.early_replies`. It has one pass at a time."""
 
 
 class Container:
@@ -197,9 +197,9 @@ class Container:
         """Whether a context that nothing was recorded in is left with the reply to a call."""
         # Contexts of other workers. Each table has its own limit, and drops its oldest entries first
         self._ended: OrderedDict[int, None] = OrderedDict()
-        self._left: OrderedDict[int, Absent] = OrderedDict()
+        self._left: OrderedDict[int, AbsentContext] = OrderedDict()
         """The contexts that this worker has left, because nothing of them remained here."""
-        self._unknown: OrderedDict[int, Absent] = OrderedDict()
+        self._unknown: OrderedDict[int, AbsentContext] = OrderedDict()
         """The contexts of which other messages arrived before any call."""
         self.identify(worker_id)
 
@@ -234,7 +234,7 @@ class Container:
         self.callable[context_id] = None
         absent = self._left.pop(context_id, None) or self._unknown.pop(context_id, None)
         if absent is not None:
-            context.aborted_passes, context.told_early = absent.failed, absent.told_early
+            context.aborted_passes, context.early_replies = absent.failed, absent.early_replies
             context.clock, context.last_pass = absent.clock, absent.last_pass
             if absent.last_pass != -1:
                 context.last_announced_to = (absent.told,)
@@ -283,7 +283,7 @@ class Container:
             or context.last_pass != -1
             or context.active_pass is not None
             or context.aborted_passes
-            or context.told_early
+            or context.early_replies
             or told not in context.known_workers
             or context.id >> LOCAL_BITS == self.worker_id
         ):
@@ -293,18 +293,18 @@ class Container:
 
     def _leave(self, context: AutogradContext, after: int, told: int) -> None:
         del self.contexts[context.id]
-        self._left[context.id] = Absent(after, told, context.clock)
+        self._left[context.id] = AbsentContext(after, told, context.clock)
         if len(self._left) > _TOMBSTONES:
             oldest, _ = self._left.popitem(last=False)
             self.callable.pop(oldest, None)
 
-    def _note_of(self, context_id: int) -> Absent | None:
+    def _note_of(self, context_id: int) -> AbsentContext | None:
         """Return the record of a context that is not here, made if need be; None if the context has ended."""
         if context_id in self._ended or context_id >> LOCAL_BITS == self.worker_id:
             return None
         note = self._left.get(context_id) or self._unknown.get(context_id)
         if note is None:
-            note = self._unknown[context_id] = Absent()
+            note = self._unknown[context_id] = AbsentContext()
             if len(self._unknown) > _TOMBSTONES:
                 self._unknown.popitem(last=False)
         return note
@@ -326,7 +326,7 @@ class Container:
         """Whether this worker has left a context, because nothing of it remained here."""
         return context_id in self._left
 
-    def has_told_that_it_left(self, context_id: int, pass_id: int, told: int) -> bool:
+    def has_left_with(self, context_id: int, pass_id: int, told: int) -> bool:
         """Whether this worker has left a context with that pass, by a reply to worker ``told``."""
         left = self._left.get(context_id)
         return left is not None and (left.last_pass, left.told) == (pass_id, told)
@@ -342,9 +342,9 @@ class Container:
         ``has_announced``: the worker has sent a first parcel.
         """
         if (note := self._note_of(context_id)) is not None:
-            by_worker = note.told_early.get(pass_id, {})
+            by_worker = note.early_replies.get(pass_id, {})
             by_worker[told] = has_announced or by_worker.get(told, False)
-            note.told_early = {pass_id: by_worker}
+            note.early_replies = {pass_id: by_worker}
 
     def find(self, context_id: int) -> AutogradContext:
         """Return a context by its id. Raises `AutogradError` if it is not known here."""

@@ -15,7 +15,7 @@ from arpc.agent.client.future import Future
 from arpc.agent.hooks.observers import Kind
 from arpc.agent.peers.link import PeerWatcher
 from arpc.agent.scope import current_scope
-from arpc.agent.server.functions import Prompt
+from arpc.agent.server.functions import InlineHandler
 from arpc.agent.server.thread_pool import ThreadPool
 from arpc.autograd.aborts import Aborts
 from arpc.autograd.contexts import AutogradContext, Container
@@ -83,10 +83,10 @@ class AutogradService(PeerWatcher):
     @property
     def handlers(self) -> Mapping[type[Message], Callable[..., Any]]:
         return {
-            AutogradGradients: Prompt(self._on_gradients),
+            AutogradGradients: InlineHandler(self._on_gradients),
             AutogradAbort: self._on_abort,
             AutogradBackward: self._on_backward,
-            AutogradRelease: Prompt(self.lifetimes.on_release),
+            AutogradRelease: InlineHandler(self.lifetimes.on_release),
             AutogradQuery: self.lifetimes.on_query,
         }
 
@@ -161,8 +161,8 @@ class AutogradService(PeerWatcher):
             if is_a(error, asyncio.CancelledError):
                 started.cancel()
             # also if this task is cancelled: the next pass must not find this one, or its gradients, on any worker
-            if started.abort_told is not None:
-                await asyncio.wait([started.abort_told], timeout=_ABORT_S)
+            if started.abort_done is not None:
+                await asyncio.wait([started.abort_done], timeout=_ABORT_S)
             raise
 
     async def backward_from(
@@ -260,7 +260,7 @@ class AutogradService(PeerWatcher):
 
         The future is done when all have acknowledged, or further retries are pointless.
         """
-        context.aborts_told |= {pass_id}
+        context.aborts_sent |= {pass_id}
         others = context.known_workers.keys() - {self.info.id, but}
         return self.aborts.tell(context, pass_id, others) if others else None
 
@@ -303,7 +303,7 @@ class AutogradService(PeerWatcher):
             # this reply could overtake them.
             return None if caller in context.last_announced_to else pack_parcel(NOTHING_LIVE)
         self.passes_begun += 1
-        exchanged = context.told_early.get(pass_id)
+        exchanged = context.early_replies.get(pass_id)
         engaged = BackwardPass(self, context, heading, deadline, self.threads, caller, exchanged)
         engaged.activity = self._agent.observers.begin_activity("backward", Kind.BACKWARD)
         engaged.receive(caller, parcel, is_engaging=True)
@@ -314,7 +314,7 @@ class AutogradService(PeerWatcher):
         context_id, pass_id = heading.context_id, heading.pass_id
         if parcel.gradients:
             self.container.find(context_id)  # raises
-        if self.container.has_told_that_it_left(context_id, pass_id, caller):
+        if self.container.has_left_with(context_id, pass_id, caller):
             return None  # the reply in flight says so, and this one could overtake it
         # the messages of the context have not arrived here, or the context has ended
         self.container.tell_early(context_id, pass_id, caller, has_announced=parcel.is_first)
@@ -365,7 +365,7 @@ class AutogradService(PeerWatcher):
             return
         # A pass that failed here is aborted all the same: only its parent was notified, and other workers may have
         # finished their part
-        if pass_id in context.aborts_told:
+        if pass_id in context.aborts_sent:
             return
         caller, _ = _caller()
         active: BackwardPass | None = context.active_pass
@@ -374,7 +374,7 @@ class AutogradService(PeerWatcher):
             # is notified from there, too
             patience_s = min(_REASON_S, self.lifetimes.attempt_s / 2)  # or the sender of the abort would give up
             await asyncio.wait(active.unanswered, timeout=patience_s, return_when=asyncio.FIRST_EXCEPTION)
-            if pass_id in context.aborts_told or context_id not in self.container.contexts:
+            if pass_id in context.aborts_sent or context_id not in self.container.contexts:
                 return
             active = context.active_pass
         told: asyncio.Future[Any] | None
@@ -382,7 +382,7 @@ class AutogradService(PeerWatcher):
             active.fail(
                 AutogradError(f"backward pass {pass_id} was ended by worker {self.name_of(caller)!r}"), told_by=caller
             )
-            told = active.abort_told
+            told = active.abort_done
         else:
             context.roll_back(pass_id)
             told = self.abort(context, pass_id, caller)

@@ -106,7 +106,7 @@ class _BatchScope:
         self.calls = [call for call in self.calls if not call.done()]
         self.calls.append(future)
 
-    def call_comes(self) -> None:
+    def thread_call_begun(self) -> None:
         """Nothing to wait for: the results of a batch reach the loop after the calls that its thread has made."""
 
     def cancel_calls(self) -> None:

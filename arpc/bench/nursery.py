@@ -1,4 +1,4 @@
-"""Starts the processes of all systems: with one keeper, and one process that has imported their modules.
+"""Starts the processes of all systems: with one supervisor, and one process that has imported their modules.
 
 They are forked from that process, whichever system they belong to. Processes of a pair then have the same code at the
 same addresses, which makes those that share a CPU faster, and no system gets that advantage by chance.
@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO, Self, assert_never
 
-from arpc.launch.keeping import Exited, Keeper, KeeperLost, News, NotForked, Started
+from arpc.launch.supervisor_process import Exited, News, NotForked, Started, SupervisorLost, SupervisorProcess
 
 __all__ = ["Nursery", "Offspring"]
 
@@ -57,33 +57,33 @@ class Nursery:
     """Starts processes and receives their exit codes. `open` makes one; after `aclose` no process is left."""
 
     def __init__(self) -> None:
-        self._keeper: Keeper | None = None
+        self._supervisor: SupervisorProcess | None = None
         self._all: dict[int, Offspring] = {}
         self._count = 0
         self._is_lost = False
 
     @classmethod
     async def open(cls, *, warm: bool = True) -> Self:
-        """Start the keeper. Without `warm` no process is forked, and each imports its modules itself."""
+        """Start the supervisor. Without `warm` no process is forked, and each imports its modules itself."""
         nursery = cls()
-        nursery._keeper = await Keeper.open(nursery._hear)
+        nursery._supervisor = await SupervisorProcess.open(nursery._hear)
         if warm:
-            await nursery._keeper.warm(command_of("arpc.bench.serve", ()), environment_of({}))
+            await nursery._supervisor.warm(command_of("arpc.bench.serve", ()), environment_of({}))
         return nursery
 
     async def start(
         self, module: str, arguments: Sequence[str], variables: Mapping[str, str], log: BinaryIO, *, fork: bool
     ) -> Offspring:
         """Run a module in a session of its own, with these environment variables added. Its stderr goes to the log."""
-        assert self._keeper is not None
+        assert self._supervisor is not None
         ours, theirs = socket.socketpair()
         with theirs:
             child = Offspring(*await asyncio.open_unix_connection(sock=ours))
             number = self._count = self._count + 1
             self._all[number] = child
             if self._is_lost:
-                self._hear(KeeperLost())
-            await self._keeper.start(
+                self._hear(SupervisorLost())
+            await self._supervisor.start(
                 number,
                 command_of(module, arguments),
                 environment=environment_of(variables),
@@ -98,9 +98,9 @@ class Nursery:
 
     async def aclose(self) -> None:
         """End all processes. Tasks that wait for one resume."""
-        if self._keeper is not None:
+        if self._supervisor is not None:
             try:
-                await self._keeper.aclose()
+                await self._supervisor.aclose()
             finally:
                 self._end_all("it was ended with all others")
 
@@ -114,7 +114,7 @@ class Nursery:
                 warnings.warn(
                     f"{problem}: figures will be worse than those of processes that were forked", stacklevel=1
                 )
-            case KeeperLost():
+            case SupervisorLost():
                 self._end_all("the process that keeps all others was killed")
             case _:
                 assert_never(news)

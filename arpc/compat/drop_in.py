@@ -25,7 +25,7 @@ from arpc.errors import ShutdownError, UnknownWorkerError
 from arpc.group.membership import WorkerRecord
 from arpc.ids import WorkerInfo
 from arpc.options import RpcOptions
-from arpc.rref.context import Skin
+from arpc.rref.context import HandleClass
 from arpc.runtime import Worker
 from arpc.startup import start_worker
 from arpc.user_errors import is_a, repr_of, stack_of
@@ -60,7 +60,14 @@ class DropIn:
 
     @classmethod
     def start(
-        cls, name: str, *, store: Store, rank: int | None, world_size: int | None, options: RpcOptions, skin: Skin
+        cls,
+        name: str,
+        *,
+        store: Store,
+        rank: int | None,
+        world_size: int | None,
+        options: RpcOptions,
+        handle_class: HandleClass,
     ) -> DropIn:
         """Join the group that meets in a store."""
         thread = LoopThread(name)
@@ -73,7 +80,7 @@ class DropIn:
                     init_method="env://",
                     store=store,
                     options=options,
-                    skin=skin,
+                    handle_class=handle_class,
                 ),
                 context=Context(),
             )
@@ -83,7 +90,7 @@ class DropIn:
             raise
 
     def _set_up(self) -> None:
-        self.agent.dispatcher.replies.tell_failure = self._show_failure
+        self.agent.dispatcher.replies.on_failure = self._show_failure
         # in torch, Kineto profiles have no events of calls, and they might mislead scripts that look for names
         self.worker.profiler.remote.includes_kineto = False
 

@@ -125,7 +125,7 @@ class LoopThread:
         if scope is None:
             context.run(current_scope.set, self.scope)
         else:
-            scope.call_comes()
+            scope.thread_call_begun()
         return context
 
     def submit(self, context: Context, job: Callable[[], None]) -> None:

@@ -19,7 +19,7 @@ from arpc.compat.workers import WorkerInfo
 from arpc.errors import RRefCreationError, ShutdownError
 from arpc.ids import address_of
 from arpc.rref.calls import call_method
-from arpc.rref.context import Skin
+from arpc.rref.context import HandleClass
 from arpc.rref.handle import RRef as Handle
 from arpc.torchjit import ScriptModule
 from arpc.user_errors import fresh
@@ -256,4 +256,4 @@ def _sendable(rref: RRef[Any]) -> Handle[Any]:
     return rref.handle
 
 
-SKIN = Skin(RRef, RRef.of, _sendable)
+SKIN = HandleClass(RRef, RRef.of, _sendable)

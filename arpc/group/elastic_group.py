@@ -30,13 +30,13 @@ from arpc.group.membership import (
     PRESENT_ELASTIC,
     PRESENT_STATIC,
     REOPEN_DELAY_S,
-    GroupNotAskedError,
     Joined,
     Left,
     MakeRecord,
     Presence,
     Probe,
     Rendezvous,
+    StaleRecordError,
     WorkerRecord,
     check_record,
     decode,
@@ -128,7 +128,7 @@ def read_events(kv: KeyValues, start: int) -> list[Joined | Left]:
     return [decode(event, _event_decoder) for event in packed]
 
 
-class Stay(Presence):
+class ElasticPresence(Presence):
     """One worker's stay in the group. Its methods run in the store's thread, one after the other."""
 
     mine, others = PRESENT_ELASTIC, PRESENT_STATIC
@@ -210,11 +210,11 @@ def _id_key(worker_id: WorkerId) -> str:
 class ElasticRendezvous(Rendezvous):
     """A `Rendezvous` of an elastic group. An id is used only once; a name can be used again after its worker left."""
 
-    _presence: Stay
+    _presence: ElasticPresence
 
     def __init__(self, store: GroupStore) -> None:
         super().__init__(store)
-        self._presence = Stay()
+        self._presence = ElasticPresence()
         self._joined_at = 0
         self._read_until = 0
         self._used = 0
@@ -227,15 +227,15 @@ class ElasticRendezvous(Rendezvous):
     async def _join_once(
         self, name: str, make_record: MakeRecord, probe: Probe | None, deadline: float, timeout_s: float
     ) -> WorkerRecord:
-        stay = self._presence = Stay()
+        presence = self._presence = ElasticPresence()
         self._begin_log([])
         await self._wait_for_earlier_group(deadline)
-        if not await self._store.run(stay.enter):
+        if not await self._store.run(presence.enter):
             raise RendezvousError(MIXED_TEXT)
         worker_id = await self._store.run(partial(allocate_id, wish=self._store.rank))
         record = check_record(make_record(worker_id), name, worker_id)
         dead: bytes | None = None
-        while isinstance(found := await self._store.run(partial(stay.take_name, record=record, dead=dead)), bytes):
+        while isinstance(found := await self._store.run(partial(presence.take_name, record=record, dead=dead)), bytes):
             holder = decode_record(found)
             if await self._is_alive(probe, holder, deadline):
                 raise NameTakenError(
@@ -253,7 +253,7 @@ class ElasticRendezvous(Rendezvous):
         except RendezvousError as error:
             known = self._known(worker)
             if known is not None:
-                raise GroupNotAskedError(str(error), known) from error
+                raise StaleRecordError(str(error), known) from error
             if not await self._is_found_again():
                 raise
         return await super().resolve(worker)
@@ -295,8 +295,8 @@ class ElasticRendezvous(Rendezvous):
             try:
                 await self._store.reopen(float("inf"))
                 await self._store.run(self._check_open)
-                stay = Stay()
-                restore = partial(stay.restore, record=record, known=tuple(self._by_id.values()), used=self._used)
+                presence = ElasticPresence()
+                restore = partial(presence.restore, record=record, known=tuple(self._by_id.values()), used=self._used)
                 events = await self._store.run(restore)
                 break
             except RendezvousError as error:
@@ -304,7 +304,7 @@ class ElasticRendezvous(Rendezvous):
                     raise
                 logger.debug("worker %s has not found its store again: %s", record.name, error)
                 await asyncio.sleep(REOPEN_DELAY_S)
-        self._presence = stay
+        self._presence = presence
         self._begin_log(events)
         self._is_away = False
         self._found_again.set()

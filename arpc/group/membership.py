@@ -20,12 +20,12 @@ from arpc.group.group_store import GroupStore, KeyValues, deadline_after
 from arpc.ids import WorkerId, WorkerInfo, check_worker_name
 
 __all__ = [
-    "GroupNotAskedError",
     "Joined",
     "Left",
     "MakeRecord",
     "Probe",
     "Rendezvous",
+    "StaleRecordError",
     "WorkerRecord",
     "host_fingerprint",
     "main_fingerprint",
@@ -101,7 +101,7 @@ class Left(msgspec.Struct, frozen=True, tag="left"):
     record: WorkerRecord
 
 
-class GroupNotAskedError(RendezvousError):
+class StaleRecordError(RendezvousError):
     """The store is lost, so the worker that has a name or id now is not known. ``known`` had it before."""
 
     def __init__(self, text: str, known: WorkerRecord) -> None:
@@ -255,7 +255,7 @@ class Rendezvous:
     async def resolve(self, worker: str | WorkerId) -> WorkerRecord:
         """Find a worker by name or id. In an elastic group, this reads the store for new members first.
 
-        Raises `UnknownWorkerError` if there is none, and `GroupNotAskedError` if the store cannot be read, but the
+        Raises `UnknownWorkerError` if there is none, and `StaleRecordError` if the store cannot be read, but the
         worker is known from before.
         """
         await self._catch_up()

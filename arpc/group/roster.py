@@ -179,7 +179,7 @@ class Roster:
         self.changed(event)
 
     @property
-    def is_heard(self) -> bool:
+    def has_open_streams(self) -> bool:
         """Whether there is a stream that has not ended."""
         return any(not stream.is_ended for stream in self._streams)
 

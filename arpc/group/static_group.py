@@ -44,7 +44,7 @@ FAILURE_IS_NEWS_S: Final = 30.0
 """A start that failed longer ago is over: a worker that joins now is meant for the next one."""
 
 
-class Seat(Presence):
+class StaticPresence(Presence):
     """The place of one worker in one generation. Its methods run in the store's thread, one after the other."""
 
     mine, others = PRESENT_STATIC, PRESENT_ELASTIC
@@ -163,7 +163,7 @@ class Seat(Presence):
 class StaticRendezvous(Rendezvous):
     """A `Rendezvous` of a group of fixed size. The id of a worker is its rank."""
 
-    _presence: Seat | None
+    _presence: StaticPresence | None
 
     def __init__(self, store: GroupStore) -> None:
         super().__init__(store)
@@ -179,21 +179,21 @@ class StaticRendezvous(Rendezvous):
     ) -> WorkerRecord:
         if self._presence is None:
             record = check_record(make_record(self._rank), name, self._rank)
-            self._presence = Seat(record, self._size, timeout_s)
-        seat = self._presence  # reused by a second attempt, at another store
-        found = await self._store.run(seat.take)
+            self._presence = StaticPresence(record, self._size, timeout_s)
+        presence = self._presence  # reused by a second attempt, at another store
+        found = await self._store.run(presence.take)
         while isinstance(found, WorkerRecord):
             if await self._is_alive(probe, found, deadline):
-                found = await self._store.run(partial(seat.dispute, holder=found))
+                found = await self._store.run(partial(presence.dispute, holder=found))
             else:
-                await self._store.run(partial(seat.end_for_dead, holder=found))
-                found = await self._store.run(seat.take)
-        outcome = found or await seat.start.wait(self._store, deadline, seat.look)
+                await self._store.run(partial(presence.end_for_dead, holder=found))
+                found = await self._store.run(presence.take)
+        outcome = found or await presence.start.wait(self._store, deadline, presence.look)
         if isinstance(outcome, Failed):
             raise outcome.error()
         self._by_id = dict(enumerate(map(decode_record, outcome.values)))
         self._by_name = {member.name: member for member in self._by_id.values()}
-        return seat.record
+        return presence.record
 
     async def gather(self, tag: str, value: bytes, *, timeout_s: float) -> dict[WorkerId, bytes]:
         if self._presence is None or not self._by_id:

@@ -17,7 +17,7 @@ from arpc.http.address import is_open_to_all
 from arpc.http.exposition import expose
 from arpc.http.feed import Feed
 from arpc.http.guard import COOKIE, SESSION_S, Guard
-from arpc.http.guesses import Guesses
+from arpc.http.login_attempts import LoginAttempts
 from arpc.log import get_logger
 from arpc.metrics.journal import MAX_LINES
 from arpc.metrics.service import MetricsService
@@ -73,7 +73,7 @@ class HttpServer:
         self._metrics = metrics
         self._guard = Guard(options.secret, needs_secret=not is_open_to_all(options))
         self._feed = Feed(metrics)
-        self._guesses = Guesses()
+        self._login_attempts = LoginAttempts()
         self._streams: set[asyncio.Task[Any]] = set()
         self._kept_trace: tuple[str, bytes] | None = None
         """The name and the page of the last timeline that was recorded to be opened in the browser."""
@@ -158,7 +158,7 @@ class HttpServer:
         except (ValueError, TimeoutError):
             return _json({"error": "no form with a secret in it"}, status=400)
         # from here on the client cannot prolong the login
-        if not self._guesses.begin(request.remote):
+        if not self._login_attempts.begin(request.remote):
             error = "too many try to log in from this address: wait a moment"
             return _json({"error": error}, status=429, headers={"Retry-After": "1"})
         try:
@@ -168,7 +168,7 @@ class HttpServer:
                 await asyncio.sleep(_LOGIN_DELAY_S)
                 return web.Response(status=303, headers={"Location": "/login?wrong"})
         finally:
-            self._guesses.end(request.remote)
+            self._login_attempts.end(request.remote)
         response = web.Response(status=303, headers={"Location": "/"})
         response.set_cookie(
             COOKIE, cookie, max_age=SESSION_S, httponly=True, samesite="Strict", secure=request.secure, path="/"

@@ -11,7 +11,7 @@ from typing import Final
 
 from arpc.launch.template import BOOT
 
-__all__ = ["can_fork", "makes_no_difference", "shared_environment", "template_command"]
+__all__ = ["can_fork", "can_fork_worker", "shared_environment", "template_command"]
 
 _OWN: Final = re.compile(r"ARPC_\w+|((LOCAL|GROUP)_)?(RANK|WORLD_SIZE)|MASTER_(ADDR|PORT)|TORCHELASTIC_\w+")
 """Environment variables that differ per worker: no module reads these when it is imported."""
@@ -23,7 +23,7 @@ def can_fork() -> bool:
 
 
 def template_command(command: Sequence[str]) -> list[str]:
-    """Return the command of the process that these workers are forked from; the keeper fills in the descriptor.
+    """Return the command of the process that these workers are forked from; the supervisor fills in the descriptor.
 
     The workers' command is appended so that ``ps`` shows it, and to leave room for the command line of each worker.
     """
@@ -39,7 +39,7 @@ def shared_environment(environment: Mapping[str, str | None]) -> dict[str, str |
     return {**environment, **dict.fromkeys(own)}
 
 
-def makes_no_difference(
+def can_fork_worker(
     command: Sequence[str], environment: Mapping[str, str | None], shared: Mapping[str, str | None]
 ) -> bool:
     """Whether a forked worker finds everything as if it had been started by its command.

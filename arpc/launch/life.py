@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 __all__ = [
-    "Arm",
     "Decision",
     "Ended",
     "Failure",
@@ -31,6 +30,7 @@ __all__ = [
     "Kill",
     "Outcome",
     "Restart",
+    "SetAlarm",
     "Start",
     "Terminate",
 ]
@@ -90,7 +90,7 @@ class Kill:
 
 
 @dataclass(frozen=True, slots=True)
-class Arm:
+class SetAlarm:
     """Call `GroupLife.time_is_up` with this number in so many seconds. This replaces any earlier alarm."""
 
     number: int
@@ -104,7 +104,7 @@ class Ended:
     outcome: Outcome
 
 
-Decision: TypeAlias = Start | Restart | Terminate | Kill | Arm | Ended
+Decision: TypeAlias = Start | Restart | Terminate | Kill | SetAlarm | Ended
 
 
 class _Phase(enum.Enum):
@@ -216,9 +216,9 @@ class GroupLife:
         failure = None if self._interrupted_by is not None else self.failure
         return [Ended(Outcome(failure, self._interrupted_by))]
 
-    def _set_alarm(self, after_s: float) -> Arm:
+    def _set_alarm(self, after_s: float) -> SetAlarm:
         self._alarm += 1
-        return Arm(self._alarm, after_s)
+        return SetAlarm(self._alarm, after_s)
 
     def _ranks(self) -> tuple[int, ...]:
         return tuple(sorted(self.alive))

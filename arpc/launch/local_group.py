@@ -15,25 +15,25 @@ from typing import Any, Final, TextIO, TypeAlias, TypeVar, assert_never, overloa
 
 from arpc.errors import ConfigurationError, LaunchError
 from arpc.launch.breakpoints import HOOK
-from arpc.launch.keeping import Exited, Keeper, KeeperLost, News, NotForked, Started
 from arpc.launch.life import (
-    Arm,
     Decision,
     Ended,
     GroupLife,
     Kill,
     Outcome,
     Restart,
+    SetAlarm,
     Start,
     Terminate,
     describe_exit,
 )
 from arpc.launch.meeting import StoreServer, answers, write_secret
 from arpc.launch.output import LineSplitter, Screen, Stream, Tail, lost_another, reading
-from arpc.launch.plan import Group, Meeting, Slot, as_group, check_environment, environment_of
+from arpc.launch.plan import Group, MeetingPoint, Slot, as_group, check_environment, environment_of
 from arpc.launch.programs import Module, Program, command_for, extend_path, result_of
 from arpc.launch.result import Launched
 from arpc.launch.status import Status
+from arpc.launch.supervisor_process import Exited, News, NotForked, Started, SupervisorLost, SupervisorProcess
 
 __all__ = ["LocalGroup", "Settings", "local"]
 
@@ -140,12 +140,12 @@ class LocalGroup:
         return running.result()
 
     async def _run(self) -> Outcome:
-        keeper = await Keeper.open(self._events.put_nowait, self._directory)
+        supervisor = await SupervisorProcess.open(self._events.put_nowait, self._directory)
         helpers = [asyncio.create_task(self._tick()), asyncio.create_task(self._announce())]
         try:
-            outcome = await self._carry_out(keeper, self.life.start())
+            outcome = await self._carry_out(supervisor, self.life.start())
             while outcome is None:
-                outcome = await self._carry_out(keeper, await self._decide(await self._events.get()))
+                outcome = await self._carry_out(supervisor, await self._decide(await self._events.get()))
             return outcome
         finally:
             for helper in helpers:
@@ -153,7 +153,7 @@ class LocalGroup:
             await asyncio.wait(helpers)
             if self._alarm is not None:
                 self._alarm.cancel()
-            await keeper.aclose()
+            await supervisor.aclose()
             await self._close_incarnation()
             self._screen.close()
 
@@ -178,52 +178,52 @@ class LocalGroup:
                 return self.life.interrupted(by)
             case _NotServed(reason):
                 raise LaunchError(f"the group has no store to meet in: {reason}") from reason
-            case KeeperLost():
+            case SupervisorLost():
                 raise LaunchError("the process that keeps the workers was killed, and all workers with it")
             case _:
                 assert_never(event)
 
-    async def _carry_out(self, keeper: Keeper, decisions: Sequence[Decision]) -> Outcome | None:
+    async def _carry_out(self, supervisor: SupervisorProcess, decisions: Sequence[Decision]) -> Outcome | None:
         for decision in decisions:
             match decision:
                 case Start(incarnation):
                     if incarnation:
                         self._say_restart(incarnation)
-                        await keeper.end_all()
+                        await supervisor.end_all()
                         await self._close_incarnation()
-                    await self._start(keeper, incarnation)
+                    await self._start(supervisor, incarnation)
                 case Restart(failure, incarnation):
                     slot = self._slots[failure.rank]
                     self._screen.say(
                         f"worker {slot.name!r} {describe_exit(failure.exit_code)}: starting it again "
                         f"({incarnation} of {self._settings.max_restarts})"
                     )
-                    await self._start_worker(keeper, slot, incarnation)
+                    await self._start_worker(supervisor, slot, incarnation)
                 case Terminate(ranks):
-                    await keeper.signal(ranks, signal.SIGTERM)
+                    await supervisor.signal(ranks, signal.SIGTERM)
                 case Kill(ranks):
-                    await keeper.signal(ranks, signal.SIGKILL)
-                case Arm(number, after_s):
+                    await supervisor.signal(ranks, signal.SIGKILL)
+                case SetAlarm(number, after_s):
                     if self._alarm is not None:
                         self._alarm.cancel()
                     loop = asyncio.get_running_loop()
                     self._alarm = loop.call_later(after_s, self._events.put_nowait, _TimeIsUp(number))
                 case Ended(outcome):
-                    await keeper.end_all()
+                    await supervisor.end_all()
                     return outcome
                 case _:
                     assert_never(decision)
         return None
 
-    async def _start(self, keeper: Keeper, incarnation: int) -> None:
+    async def _start(self, supervisor: SupervisorProcess, incarnation: int) -> None:
         server = self._server = StoreServer()
         if self._settings.fork and len(self._slots) > 1 and not incarnation:
-            await keeper.warm(self._command(0), self._environment(self._slots[0], incarnation))
+            await supervisor.warm(self._command(0), self._environment(self._slots[0], incarnation))
         for slot in self._slots:
-            await self._start_worker(keeper, slot, incarnation)
+            await self._start_worker(supervisor, slot, incarnation)
         self._serving = asyncio.create_task(self._serve(server))
 
-    async def _start_worker(self, keeper: Keeper, slot: Slot, incarnation: int) -> None:
+    async def _start_worker(self, supervisor: SupervisorProcess, slot: Slot, incarnation: int) -> None:
         self.tails[slot.rank] = Tail()
         with contextlib.ExitStack() as stack:
             ends: list[int] = []
@@ -233,7 +233,7 @@ class LocalGroup:
                 ends.append(writer)
                 pump = asyncio.create_task(self._pump(reader, slot.rank, stream))
                 self._pumps.setdefault(slot.rank, []).append(pump)
-            await keeper.start(
+            await supervisor.start(
                 slot.rank,
                 self._command(slot.rank),
                 environment=self._environment(slot, incarnation),
@@ -244,7 +244,7 @@ class LocalGroup:
     def _environment(self, slot: Slot, incarnation: int) -> dict[str, str]:
         server = self._server
         assert server is not None  # `_start` opens the store before it starts workers
-        meeting = Meeting(server.host, server.port, incarnation, self._settings.max_restarts, self._secret_file)
+        meeting = MeetingPoint(server.host, server.port, incarnation, self._settings.max_restarts, self._secret_file)
         environment = {
             **extend_path(os.environ),
             **environment_of(slot, meeting, os.environ),

@@ -14,7 +14,7 @@ from arpc.ids import MAX_WORKER_ID, check_worker_name
 
 __all__ = [
     "Group",
-    "Meeting",
+    "MeetingPoint",
     "Slot",
     "as_group",
     "check_environment",
@@ -43,7 +43,7 @@ class Slot:
 
 
 @dataclass(frozen=True, slots=True)
-class Meeting:
+class MeetingPoint:
     """The address where the workers of one incarnation of a group find each other, and the file with their secret."""
 
     host: str
@@ -112,7 +112,7 @@ def as_group(workers: Group) -> tuple[Slot, ...]:
     return tuple(slots)
 
 
-def environment_of(slot: Slot, meeting: Meeting, inherited: Mapping[str, str]) -> dict[str, str]:
+def environment_of(slot: Slot, meeting: MeetingPoint, inherited: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables of a worker beyond those that it inherits.
 
     The names that torchrun uses mean what they mean there, so that programs written for it, and process groups of torch

@@ -17,9 +17,20 @@ import cloudpickle
 
 from arpc.errors import ConfigurationError, LaunchError, SerializationError
 from arpc.extras import install_command
-from arpc.launch.life import Arm, Decision, Ended, GroupLife, Kill, Outcome, Restart, Start, Terminate, describe_exit
+from arpc.launch.life import (
+    Decision,
+    Ended,
+    GroupLife,
+    Kill,
+    Outcome,
+    Restart,
+    SetAlarm,
+    Start,
+    Terminate,
+    describe_exit,
+)
 from arpc.launch.output import lost_another
-from arpc.launch.plan import Group, Meeting, Slot, as_group, check_environment, environment_of, on_nodes
+from arpc.launch.plan import Group, MeetingPoint, Slot, as_group, check_environment, environment_of, on_nodes
 from arpc.launch.programs import Module, Program, words
 from arpc.launch.ray_worker import End, RayWorker, Ready
 from arpc.launch.result import Launched
@@ -162,7 +173,7 @@ class RayGroup:
                 case Terminate(ranks) | Kill(ranks):
                     for rank in ranks:
                         engine.kill(self._actors[rank], no_restart=False)
-                case Arm(number, after_s):
+                case SetAlarm(number, after_s):
                     if self._alarm is not None:
                         self._alarm.cancel()
                     loop = asyncio.get_running_loop()
@@ -184,7 +195,7 @@ class RayGroup:
             raise LaunchError(
                 f"Ray did not start all {len(self._slots)} workers in {self._start_timeout_s:g} s"
             ) from None
-        meeting = Meeting(host, port, incarnation, self._max_restarts)
+        meeting = MeetingPoint(host, port, incarnation, self._max_restarts)
         places = on_nodes([ready.node for ready in found])
         for slot, place in zip(self._slots, places, strict=True):
             environment = {

@@ -14,15 +14,15 @@ from typing import Any, Final
 
 import cloudpickle
 
-from arpc.launch.keeping import Exited, Keeper, KeeperLost, News
 from arpc.launch.meeting import StoreServer
 from arpc.launch.output import LineSplitter, Tail, reading
 from arpc.launch.plan import Slot
+from arpc.launch.supervisor_process import Exited, News, SupervisorLost, SupervisorProcess
 from arpc.runner import run
 
 __all__ = ["End", "RayWorker", "Ready"]
 
-KEEPER_LOST: Final = -9
+SUPERVISOR_LOST: Final = -9
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,10 +105,10 @@ async def _run_command(command: Sequence[str], environment: Mapping[str, str]) -
         asyncio.create_task(_pump(reader, stream, tail))
         for reader, stream in zip(readers, (sys.stdout, sys.stderr), strict=True)
     ]
-    keeper = await Keeper.open(news.put_nowait)
+    supervisor = await SupervisorProcess.open(news.put_nowait)
     try:
         try:
-            await keeper.start(0, command, environment=environment, directory=None, output=writers)
+            await supervisor.start(0, command, environment=environment, directory=None, output=writers)
         finally:
             for writer in writers:
                 os.close(writer)
@@ -116,13 +116,13 @@ async def _run_command(command: Sequence[str], environment: Mapping[str, str]) -
             match await news.get():
                 case Exited(_, exit_code, problem):
                     break
-                case KeeperLost():
-                    exit_code, problem = KEEPER_LOST, "the process that keeps the worker was killed"
+                case SupervisorLost():
+                    exit_code, problem = SUPERVISOR_LOST, "the process that keeps the worker was killed"
                     break
                 case _:
                     pass
     finally:
-        await keeper.aclose()
+        await supervisor.aclose()
         await asyncio.wait(pumps)  # no process is left that could write there
     return End(exit_code, problem or tail.traceback)
 

@@ -3,11 +3,11 @@
 A forked worker has no imports to do, shares the memory of the imported modules with the others, and has the same code
 at the same addresses, which makes workers that share a CPU faster: its caches and branch predictions serve all of them.
 
-The keeper (`arpc.launch.keeper`) starts this process and sends one order at a time, with the worker's stdin, stdout and
-stderr and a pipe. A worker is forked twice, so that it is an orphan, which the keeper adopts: the keeper then reaps it
-like any other worker, and needs this process only for the next one. The worker reads a byte from the pipe before it
-does anything. The keeper writes that byte once it has recorded the worker, and never if this process died before it
-could report the worker.
+The supervisor (`arpc.launch.supervisor`) starts this process and sends one order at a time, with the worker's stdin,
+stdout and stderr and a pipe. A worker is forked twice, so that it is an orphan, which the supervisor adopts: the
+supervisor then reaps it like any other worker, and needs this process only for the next one. The worker reads a byte
+from the pipe before it does anything. The supervisor writes that byte once it has recorded the worker, and never if
+this process died before it could report the worker.
 
 Nothing here may start a thread, or run an operation of torch that does: a forked process has only the thread that
 called fork.
@@ -49,7 +49,7 @@ PR_SET_PDEATHSIG: Final = 1
 DESCRIPTORS: Final = 4
 NOT_WANTED: Final = 127
 WARNINGS_BYTES: Final = 1 << 16
-"""The most bytes of the imports' stderr output, kept in a file of the keeper, that each worker repeats."""
+"""The most bytes of the imports' stderr output, kept in a file of the supervisor, that each worker repeats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,20 +62,20 @@ class Order:
     """The variables that differ from this process's environment; None removes one."""
     session: bool
     """Whether the worker leads a session of its own, and not just a process group."""
-    keeper: int
-    """The pid of the keeper, which adopts the worker."""
+    supervisor: int
+    """The pid of the supervisor, which adopts the worker."""
 
 
 def main() -> None:
-    """Serve the keeper at the descriptor in ``sys.argv[1]``. This returns in workers, when their program has ended."""
-    keeper = socket.socket(fileno=int(sys.argv[1]))
+    """Serve the supervisor at the descriptor in ``sys.argv[1]``. Returns in workers, when their program has ended."""
+    supervisor = socket.socket(fileno=int(sys.argv[1]))
     with contextlib.suppress(ImportError):
         import uvloop  # noqa: F401 - optional: `arpc.run` uses it if it is installed
     if not _is_single():
         os._exit(NOT_WANTED)
     gc.collect()
     gc.freeze()  # a collection would write to every object, and so copy the memory that is to be shared
-    order = _serve(keeper)
+    order = _serve(supervisor)
     _run(order)
 
 
@@ -91,14 +91,14 @@ def _is_single() -> bool:
 # -- in the template ---------------------------------------------------------------------------------------------------
 
 
-def _serve(keeper: socket.socket) -> Order:
-    """Fork a worker for each order. Returns in the worker only; the template exits when the keeper is gone."""
+def _serve(supervisor: socket.socket) -> Order:
+    """Fork a worker for each order. Returns in the worker only; the template exits when the supervisor is gone."""
     received = b""
     descriptors: list[int] = []
-    keeper.sendall(b'{"warm": true}\n')
+    supervisor.sendall(b'{"warm": true}\n')
     while True:
         try:
-            data, more, _, _ = socket.recv_fds(keeper, 1 << 16, DESCRIPTORS)
+            data, more, _, _ = socket.recv_fds(supervisor, 1 << 16, DESCRIPTORS)
         except OSError:
             data, more = b"", []
         if not data:
@@ -119,7 +119,7 @@ def _serve(keeper: socket.socket) -> Order:
                 answer = {"refused": str(error)}
             else:
                 if worker is None:
-                    keeper.close()
+                    supervisor.close()
                     _take_place(order, descriptors)
                     return order
                 answer = {"forked": worker}
@@ -127,7 +127,7 @@ def _serve(keeper: socket.socket) -> Order:
             os.close(descriptor)
         descriptors = []
         with contextlib.suppress(OSError):  # the next read reports a closed socket
-            keeper.sendall(json.dumps(answer).encode() + b"\n")
+            supervisor.sendall(json.dumps(answer).encode() + b"\n")
 
 
 def _first_in_path(order: Order) -> Path:
@@ -161,7 +161,7 @@ def _fork(*, lead_group: bool) -> int | None:
             worker = os.fork()
             if worker > 0:
                 if lead_group:
-                    os.setpgid(worker, worker)  # here, so that it is done before the keeper gets the pid
+                    os.setpgid(worker, worker)  # here, so that it is done before the supervisor gets the pid
                 os.write(writer, str(worker).encode())
         finally:
             if worker != 0:
@@ -182,7 +182,7 @@ def _fork(*, lead_group: bool) -> int | None:
 
 
 def _take_place(order: Order, descriptors: list[int]) -> None:
-    """Become the process that the keeper would have started with the command."""
+    """Become the process that the supervisor would have started with the command."""
     if order.session:
         os.setsid()
     permission = descriptors.pop()
@@ -193,7 +193,7 @@ def _take_place(order: Order, descriptors: list[int]) -> None:
     permitted = os.read(permission, 1)
     os.close(permission)
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if not permitted or os.getppid() != order.keeper:  # the keeper gave it up, or died
+    if not permitted or os.getppid() != order.supervisor:  # the supervisor gave it up, or died
         os._exit(NOT_WANTED)
     with contextlib.suppress(OSError):  # Python ignores such errors of its warnings too
         os.write(2, warnings)

@@ -15,7 +15,7 @@ from typing import Any, Final, TypeVar
 import msgspec
 
 from arpc.agent.agent import Agent
-from arpc.agent.server.functions import Prompt
+from arpc.agent.server.functions import InlineHandler
 from arpc.errors import ConfigurationError, OverloadedError, RendezvousError, UnsupportedError
 from arpc.group.membership import WorkerRecord
 from arpc.ids import WorkerInfo
@@ -80,7 +80,7 @@ class MetricsService:
 
     @property
     def handlers(self) -> Mapping[type[Message], Callable[..., Any]]:
-        return {Inspect: Prompt(self.answer)}
+        return {Inspect: InlineHandler(self.answer)}
 
     def attach(self, agent: Agent) -> None:
         self._agent = self.inspector.agent = agent

@@ -29,7 +29,7 @@ _CLOCK: Final = "arpc::clock"
 _CLOCK_READINGS: Final = 3
 _ATTRIBUTE: Final = "_arpc_session"
 _MARK: Final = "_arpc_wraps"
-_NOBODY: Final = -1
+_NO_NODE: Final = -1
 
 
 class Session:
@@ -39,7 +39,7 @@ class Session:
         self.config = config
         self.is_kineto = is_kineto
         scope = current_scope.get()
-        self.node_id: int = scope.worker.info.id if scope is not None and scope.worker is not None else _NOBODY
+        self.node_id: int = scope.worker.info.id if scope is not None and scope.worker is not None else _NO_NODE
         """The id of the worker of the context in which it began; -1 if there was none."""
         self.operators: list[Operator] = []
         """Spans of calls, and the operators that they ran on other workers."""
@@ -98,7 +98,7 @@ def as_function_event(operator: Operator, origin_ns: int, *, is_legacy: bool) ->
 
 def _merge(events: list[FunctionEvent], session: Session, origin_ns: int, *, is_legacy: bool) -> None:
     for event in events:
-        if event.node_id == _NOBODY:
+        if event.node_id == _NO_NODE:
             # torch has one id for a whole process, which may have several workers
             event.node_id = session.node_id
     operators = [as_function_event(operator, origin_ns, is_legacy=is_legacy) for operator in session.operators]

@@ -12,7 +12,7 @@ import msgspec
 from arpc.agent.agent import Agent
 from arpc.agent.hooks.observers import Handling, Observer
 from arpc.agent.peers.link import PeerWatcher
-from arpc.agent.server.functions import Prompt
+from arpc.agent.server.functions import InlineHandler
 from arpc.errors import ProfilerError
 from arpc.ids import IdAllocator, WorkerInfo
 from arpc.log import get_logger
@@ -50,7 +50,7 @@ class Tracer(Observer, PeerWatcher):
 
     @property
     def handlers(self) -> dict[type[Message], Callable[..., Any]]:
-        return {ProfilerControl: Prompt(self._on_control)}
+        return {ProfilerControl: InlineHandler(self._on_control)}
 
     # -- traces
 

@@ -8,9 +8,9 @@ from types import BuiltinMethodType, FunctionType, MethodDescriptorType, MethodT
 from typing import TYPE_CHECKING, Any, Final
 
 from arpc.agent.scope import current_scope
-from arpc.agent.server.functions import Function, HandOver, Mode, named_by, returns_coroutine
+from arpc.agent.server.functions import Function, Mode, RunInstead, named_by, returns_coroutine
 from arpc.agent.server.run import Run
-from arpc.rref.turns import Turns, takes_turns
+from arpc.rref.one_at_a_time import MethodQueues, is_one_at_a_time
 from arpc.rref.values import NOTHING
 from arpc.user_errors import type_name_of
 from arpc.wire.values.allowlist import export
@@ -68,7 +68,7 @@ async def held_value(rref: int, is_created: bool) -> Any:
 
 async def run_here(function: Callable[..., Any], *args: Any) -> Any:
     """Hand over from the handler that calls this to a function, which runs as its kind requires."""
-    return HandOver(*runnable(function, args), {})
+    return RunInstead(*runnable(function, args), {})
 
 
 def method_name(worker: Any, rref: int, name: str) -> str:
@@ -92,7 +92,7 @@ def call_method(rref: int, is_created: bool, name: str, /, *args: Any, **kwargs:
         return _call_later(context, rref, is_created, name, args, kwargs)
     value = held.content
     function, arguments = runnable(context.get_method(value, name), args)
-    is_queued = takes_turns(type(value), name)
+    is_queued = is_one_at_a_time(type(value), name)
     if not function.is_final or is_queued or function.results.are_large or run.handling is not None:
         return _hand_over(context, value if is_queued else None, function, arguments, kwargs)
     if run.creation is None:  # the result of a creation stays here
@@ -107,7 +107,7 @@ async def _call_later(
     """Wait for the value, then hand over to its method."""
     value = await context.value(rref, is_created=is_created)
     function, arguments = runnable(context.get_method(value, name), args)
-    queued = value if takes_turns(type(value), name) else None
+    queued = value if is_one_at_a_time(type(value), name) else None
     return await _hand_over(context, queued, function, arguments, kwargs)
 
 
@@ -118,9 +118,9 @@ async def _hand_over(
     if queued is not None and function.mode not in _YIELDS:
         scope = current_scope.get()
         assert scope is not None  # this is a handler
-        turns: Turns = scope.worker.keep(Turns)
+        turns: MethodQueues = scope.worker.keep(MethodQueues)
         return await turns.run(context.agent.dispatcher, queued, function, args, kwargs)
-    return HandOver(function, args, kwargs)
+    return RunInstead(function, args, kwargs)
 
 
 @export

@@ -45,7 +45,7 @@ from arpc.wire.messages import (
     RRefUserDelete,
 )
 
-__all__ = ["RRefContext", "Skin"]
+__all__ = ["HandleClass", "RRefContext"]
 
 logger = get_logger("arpc.rref")
 
@@ -57,7 +57,7 @@ _ABOUT_FORKS: Final = (RRefForkRequest, RRefUserDelete, RRefCreationFailed)
 _text = GloballyUniqueId.from_int
 
 
-class Skin(NamedTuple):
+class HandleClass(NamedTuple):
     """A class that the code of a worker gets in place of `RRef`, whichever worker sends the RRefs."""
 
     cls: type
@@ -84,7 +84,7 @@ class RRefContext(PeerWatcher):
         self.inquiries: Inquiries
         self.backward: Callable[[Any, int, bool, float | Unset], Awaitable[None]]
         """Runs a backward pass from the value of a handle. Set by `AutogradService`, which imports this package."""
-        self.skin: Skin | None = None
+        self.handle_class: HandleClass | None = None
         """The class that this worker's code gets in place of `RRef`; None for `RRef` itself."""
         self.get_method: Callable[[Any, str], Any] = getattr
         """Finds a method that a caller names; in allow-list mode it refuses most."""

@@ -109,7 +109,7 @@ def _owner(context: RRefContext, peer: Peer | None, to: str | int | WorkerInfo) 
         # creations are numbered by the name of their owner, which is not known
         text = f"worker {context.info.name!r} has not met the worker with the id {to} yet: call remote() with its name"
         raise not_run(UnknownWorkerError(text))
-    if peer is None or (isinstance(to, str) and peer.must_be_asked_for):
+    if peer is None or (isinstance(to, str) and peer.must_ask_group):
         return WorkerInfo(str(to), UNKNOWN_ID)
     return peer.info
 

@@ -90,7 +90,7 @@ class Forks(Generic[U, V]):
         self._refused: dict[ForkId, WorkerInfo] = {}
         """The forks that this worker refuses, and the workers that offered them."""
         self._lost: set[WorkerId] = set()
-        self._ghosts: OrderedDict[WorkerInfo, list[tuple[RRefId, ForkId]]] = OrderedDict()
+        self._lost_forks: OrderedDict[WorkerInfo, list[tuple[RRefId, ForkId]]] = OrderedDict()
         """The forks of owners that were considered lost. An owner that comes back after all may still count them."""
 
     # -- lookups
@@ -122,7 +122,7 @@ class Forks(Generic[U, V]):
 
     def forget(self, worker: WorkerInfo) -> None:
         """Forget a lost worker that will not come back: it need not be notified of ended forks."""
-        self._ghosts.pop(worker, None)
+        self._lost_forks.pop(worker, None)
 
     def concerns(self, worker: WorkerInfo) -> bool:
         """Whether any fork, offer or expected creation involves another worker."""
@@ -431,9 +431,9 @@ class Forks(Generic[U, V]):
         return (MarkLost(user.fork), *accept, *self._end_if_unused(user))
 
     def _remember_ghost(self, owner: WorkerInfo, rref: RRefId, fork: ForkId) -> None:
-        self._ghosts.setdefault(owner, []).append((rref, fork))
-        if len(self._ghosts) > _REMEMBERED_OWNERS:
-            self._ghosts.popitem(last=False)
+        self._lost_forks.setdefault(owner, []).append((rref, fork))
+        if len(self._lost_forks) > _REMEMBERED_OWNERS:
+            self._lost_forks.popitem(last=False)
 
     def peer_connected(self, worker: WorkerInfo) -> _Instructions:
         """There is a connection to a worker: for the first time, again, or although it was considered lost."""
@@ -443,7 +443,7 @@ class Forks(Generic[U, V]):
             if user.owner == named:
                 user.owner = worker
         # the predecessors of a worker never come back
-        ghosts = {owner: self._ghosts.pop(owner) for owner in list(self._ghosts) if owner.name == worker.name}
+        ghosts = {owner: self._lost_forks.pop(owner) for owner in list(self._lost_forks) if owner.name == worker.name}
         return [
             Send(RRefUserDelete, worker, item)
             for owner, forks in ghosts.items()

@@ -36,7 +36,7 @@ from arpc.rref.values import NOTHING, Value
 from arpc.torchjit import ScriptModule
 from arpc.user_errors import fresh, name_of_class
 from arpc.wire.messages import RRefFetch
-from arpc.wire.values.pickler import Parcel
+from arpc.wire.values.pickler import Pickling
 
 __all__ = ["RRef", "create_remote"]
 
@@ -395,12 +395,12 @@ class RRef(Generic[T_co]):
         known = self.known_type()
         return name if known is None else _name_of_method(known, name)
 
-    def pack(self, context: RRefContext, parcel: Parcel) -> tuple[str, int, RRefId, ForkId, str, bool]:
+    def pack(self, context: RRefContext, pickling: Pickling) -> tuple[str, int, RRefId, ForkId, str, bool]:
         """Make a fork for the receiver of a pickle, and return its data. It is offered once the pickle is complete.
 
         Raises `SerializationError` if the pickle is for no worker, or if the RRef belongs to another worker's context.
         """
-        to, number = parcel.to, self._rref
+        to, number = pickling.to, self._rref
         if to is None:
             self.__reduce__()
         if self._context is not context:
@@ -411,7 +411,7 @@ class RRef(Generic[T_co]):
         use, value = self._use, self._value
         if use is not None:
             is_created = use.is_created
-            parcel.packed.append(lambda: context.on_loop(lambda: context.offer(number, fork, to, use.fork)))
+            pickling.packed.append(lambda: context.on_loop(lambda: context.offer(number, fork, to, use.fork)))
         else:
             assert value is not None
             is_created = not context.forks.is_expected(number)
@@ -420,7 +420,7 @@ class RRef(Generic[T_co]):
                 context.forks.value_shared(value)
                 context.offer(number, fork, to, None)
 
-            parcel.packed.append(lambda: context.on_loop(share_and_offer))
+            pickling.packed.append(lambda: context.on_loop(share_and_offer))
         owner = self.owner()
         return owner.name, owner.id, number, fork, context.info.name, is_created
 

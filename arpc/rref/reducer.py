@@ -11,14 +11,14 @@ from arpc.rref.context import RRefContext
 from arpc.rref.handle import RRef
 from arpc.wire.values.allowlist import allow_function
 from arpc.wire.values.checked_functions import FLAG, NUMBER, WORKER_ID, WORKER_NAME
-from arpc.wire.values.pickler import Parcel
+from arpc.wire.values.pickler import Pickling
 
 __all__ = ["bare", "reduce_rref"]
 
 
-def reduce_rref(context: RRefContext, rref: RRef[Any], parcel: Parcel) -> tuple[Any, ...]:
+def reduce_rref(context: RRefContext, rref: RRef[Any], pickling: Pickling) -> tuple[Any, ...]:
     """Pack an RRef for a worker, which gets a new fork. The fork is offered once the pickle is complete."""
-    return _rebuild, rref.pack(context, parcel)
+    return _rebuild, rref.pack(context, pickling)
 
 
 @allow_function(WORKER_NAME, WORKER_ID, NUMBER, NUMBER, WORKER_NAME, FLAG)
@@ -32,16 +32,16 @@ def _rebuild(owner_name: str, owner_id: int, rref: int, fork: int, parent: str, 
     # the fork's id contains the id of the worker that made it: the sender
     held = context.receive(rref, fork, owner, WorkerInfo(parent, creator_of(fork)), is_created=is_created)
     made: RRef[Any] = RRef.of(context, held)
-    return made if context.skin is None else context.skin.wrap(made)
+    return made if context.handle_class is None else context.handle_class.wrap(made)
 
 
 def bare(handle: Any) -> RRef[Any]:
-    """Return the RRef itself for an RRef or an object of the worker's `Skin`. Raises TypeError for anything else."""
+    """Return the RRef itself for an RRef or an object of the worker's `HandleClass`. Raises TypeError for others."""
     if isinstance(handle, RRef):
         return handle
     scope = current_scope.get()
-    skin = scope.worker.rref_context.skin if scope is not None and scope.worker is not None else None
-    if skin is None or not isinstance(handle, skin.cls):
+    handle_class = scope.worker.rref_context.handle_class if scope is not None and scope.worker is not None else None
+    if handle_class is None or not isinstance(handle, handle_class.cls):
         raise TypeError(f"an RRef is needed here, not {type(handle).__qualname__}")
-    unwrapped: RRef[Any] = skin.unwrap(handle)
+    unwrapped: RRef[Any] = handle_class.unwrap(handle)
     return unwrapped

@@ -10,7 +10,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from arpc.errors import SerializationError
 from arpc.private.torch import operator_named, overload_name, packet_name
 from arpc.torchjit import find_builtin
-from arpc.wire.values.pickler import Parcel
+from arpc.wire.values.pickler import Pickling
 
 __all__ = ["Operator", "builtin_operator", "reduce_overload", "reduce_packet"]
 
@@ -58,12 +58,12 @@ def builtin_operator(function: object) -> Operator | None:
     return None if name is None else Operator(name)
 
 
-def reduce_packet(packet: Any, _: Parcel) -> tuple[Any, ...]:
+def reduce_packet(packet: Any, _: Pickling) -> tuple[Any, ...]:
     """Pickle a packet by its name in ``torch.ops``."""
     return _packet, (packet_name(packet),)
 
 
-def reduce_overload(overload: Any, _: Parcel) -> tuple[Any, ...]:
+def reduce_overload(overload: Any, _: Pickling) -> tuple[Any, ...]:
     """Pickle an overload by the name of its packet in ``torch.ops``, and its own."""
     return _overload, (packet_name(overload.overloadpacket), overload_name(overload))
 

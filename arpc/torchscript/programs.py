@@ -18,7 +18,7 @@ from torch.fx import GraphModule
 
 from arpc.private.torch import dynamic_setting, is_mutable
 from arpc.torchscript.references import named_in_module, place_of
-from arpc.wire.values.pickler import Parcel, importable_name
+from arpc.wire.values.pickler import Pickling, importable_name
 
 __all__ = ["ProgramCall", "module_of", "prepare_program", "reduce_function", "reduce_program"]
 
@@ -42,7 +42,7 @@ def module_of(program: ExportedProgram) -> torch.nn.Module:
 # -- programs
 
 
-def reduce_program(program: ExportedProgram, _: Parcel) -> tuple[Any, ...]:
+def reduce_program(program: ExportedProgram, _: Pickling) -> tuple[Any, ...]:
     """Pickle a program by value, with its graph and parameters."""
     return _program, (PickleBuffer(_save(program)),)
 
@@ -122,7 +122,7 @@ _modules: Final = _Modules()
 # -- compiled functions
 
 
-def reduce_function(function: FunctionType, parcel: Parcel) -> Any:
+def reduce_function(function: FunctionType, pickling: Pickling) -> Any:
     """Pickle a function of `torch.compile`: by its name, or as the original function, to be compiled again.
 
     Other functions, and compiled ones that are found under the name of the original, are pickled as usual.
@@ -130,7 +130,7 @@ def reduce_function(function: FunctionType, parcel: Parcel) -> Any:
     original = getattr(function, "_torchdynamo_orig_callable", None)
     if original is None or not hasattr(function, "get_compiler_config") or importable_name(function) is not None:
         return NotImplemented
-    place = place_of(function, original, parcel)
+    place = place_of(function, original, pickling)
     if place is not None:
         return named_in_module, place
     variables = dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))

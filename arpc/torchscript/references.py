@@ -11,7 +11,7 @@ from weakref import WeakKeyDictionary
 
 from arpc import torchjit
 from arpc.errors import ScriptError, SerializationError
-from arpc.wire.values.pickler import Parcel
+from arpc.wire.values.pickler import Pickling
 from arpc.wire.values.reducers import MAIN_NAMES
 
 __all__ = ["named_in_module", "place_of", "reduce_script_error", "reduce_script_function", "reduce_script_module"]
@@ -25,7 +25,7 @@ _saved: WeakKeyDictionary[Any, bytes] = WeakKeyDictionary()
 # -- objects that a module has under a name
 
 
-def place_of(obj: Any, origin: Any, parcel: Parcel) -> tuple[str, str] | None:
+def place_of(obj: Any, origin: Any, pickling: Pickling) -> tuple[str, str] | None:
     """Return the module and name by which the peer finds its own ``obj``; None if there are none.
 
     ``origin`` is the function that it was made from. The name of ``origin`` is tried first, then every other name in
@@ -33,7 +33,7 @@ def place_of(obj: Any, origin: Any, parcel: Parcel) -> tuple[str, str] | None:
     """
     module_name = getattr(origin, "__module__", None)
     module = sys.modules.get(module_name or "")
-    if module is None or module_name is None or (module_name in MAIN_NAMES and parcel.main_by_value):
+    if module is None or module_name is None or (module_name in MAIN_NAMES and pickling.main_by_value):
         return None
     qualname = getattr(origin, "__qualname__", "")
     if _walk(module, qualname) is obj:
@@ -63,10 +63,10 @@ def named_in_module(module_name: str, qualname: str) -> Any:
 # -- functions
 
 
-def reduce_script_function(function: Any, parcel: Parcel) -> tuple[Any, ...]:
+def reduce_script_function(function: Any, pickling: Pickling) -> tuple[Any, ...]:
     """Pickle a function by its place in a module, else by value; a peer that has the same code uses its own."""
     origin = getattr(function, "_torchdynamo_inline", None)
-    place = place_of(function, origin, parcel)
+    place = place_of(function, origin, pickling)
     if place is not None:
         return _script_function, (function.qualified_name, *place)
     saved = _saved.get(function)
@@ -109,7 +109,7 @@ class _Loaded:
 # -- modules
 
 
-def reduce_script_module(module: Any, _: Parcel) -> tuple[Any, ...]:
+def reduce_script_module(module: Any, _: Pickling) -> tuple[Any, ...]:
     """Pickle a module by value, with its code and parameters."""
     return load_module, (PickleBuffer(module.save_to_buffer()),)
 
@@ -122,6 +122,6 @@ def load_module(saved: Any) -> Any:
 # -- errors
 
 
-def reduce_script_error(error: Any, _: Parcel) -> tuple[Any, ...]:
+def reduce_script_error(error: Any, _: Pickling) -> tuple[Any, ...]:
     """Pickle an error of TorchScript as a `ScriptError`, which users can catch as a RuntimeError."""
     return ScriptError, (str(error),)

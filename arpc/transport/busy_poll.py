@@ -83,8 +83,8 @@ class BusyPoll:
         """The worker's own threads. Their CPU time does not count as that of other threads."""
         self.call_at: CallAt | None = None
         """Schedules the timer, which is always pending; None: the loop's own `call_at`."""
-        self.kept = 0
-        self.in_vain = 0
+        self.polls = 0
+        self.empty_polls = 0
         self._clock = clock
         self._connections: dict[StreamConnection, None] = {}
         self._context = Context()
@@ -111,7 +111,7 @@ class BusyPoll:
         self._silent = 0
         self._is_any_polled |= self._decide(connection, _own_cpus())
         if self._timer is None:
-            self._checked_at, self._others_s = self._clock(), self._strangers_s()
+            self._checked_at, self._others_s = self._clock(), self._other_threads_s()
             self._check_in(_CHECK_S, connection.loop)
 
     def leave(self, connection: StreamConnection) -> None:
@@ -146,7 +146,7 @@ class BusyPoll:
             self._is_polling = True
             self._has_news = False
             self._until = now + self.longest_s
-            self.kept += 1
+            self.polls += 1
             self._schedule(loop)
 
     def _schedule(self, loop: asyncio.AbstractEventLoop) -> None:
@@ -194,7 +194,7 @@ class BusyPoll:
 
     def _end_without_news(self, price: int) -> None:
         self._is_polling = False
-        self.in_vain += 1
+        self.empty_polls += 1
         self._credit = max(0, self._credit - price)
         if not self._credit:
             self._pause = min(_LONGEST_PAUSE, 2 * self._pause)
@@ -217,7 +217,7 @@ class BusyPoll:
         self._check_in(_SELDOM_S if is_rare and self._pause == 1 else _CHECK_S * self._pause, loop)
 
     def _check_all(self, now: float) -> None:
-        others_s = self._strangers_s()
+        others_s = self._other_threads_s()
         self._is_crowded = others_s - self._others_s > _BUSY_SHARE * (now - self._checked_at)
         self._checked_at, self._others_s = now, others_s
         cpus = _own_cpus()
@@ -227,7 +227,7 @@ class BusyPoll:
         self._is_any_polled = is_worth_it
         self._is_polling &= is_worth_it
 
-    def _strangers_s(self) -> float:
+    def _other_threads_s(self) -> float:
         """Return the CPU time of the threads of this process that are not the worker's own."""
         return _others_s() - sum([pool.cpu_s for pool in self.pools])
 
@@ -238,7 +238,7 @@ class BusyPoll:
 
     def statistics(self) -> dict[str, int]:
         """Return the counts of polls, of polls that found nothing, and of connections, polled now or not."""
-        return {"kept": self.kept, "in_vain": self.in_vain, "connections": len(self._connections)}
+        return {"polls": self.polls, "empty_polls": self.empty_polls, "connections": len(self._connections)}
 
 
 def can_run_at_once(connection: StreamConnection, cpus: set[int] | None = None) -> bool:

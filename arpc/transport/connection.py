@@ -54,7 +54,7 @@ _SCHEMA: Final = int(MessageType.SCHEMA)
 _USES_TO_ANNOUNCE: Final = 2
 _FEWEST_A_WRITE: Final = 2
 _MOST_A_WRITE: Final = 32
-_READS_A_LOOK: Final = 64
+_READS_PER_CHECK: Final = 64
 """The reads of several messages between two checks whether the peer is on the same CPU: processes rarely move."""
 # How long a side that has sent GOODBYE waits for the peer to close, once no bytes move any more
 _LINGER_S: Final = 2.0
@@ -327,7 +327,7 @@ class Connection(ABC):
         bulk.buffers = []  # objects that still refer to the message must not keep their memory
         self.end_if_last()
 
-    def tell_bulk_left(self) -> None:
+    def notify_bulk_left(self) -> None:
         """Call `bulk_left`: `held_bytes` may have become less."""
         if self.bulk_left is not None:
             self.bulk_left()
@@ -335,11 +335,11 @@ class Connection(ABC):
     def drop_bulk(self, bulk: BulkSend) -> bool:
         """Stop sending tensors that are no longer wanted. Returns False if all have gone out, or `close` was called."""
         if self.bulk.unpark(bulk):
-            self.tell_bulk_left()
+            self.notify_bulk_left()
             return True  # nothing of the message was sent yet
         if self._phase is not Phase.SENDING or not self.bulk.remove(bulk):
             return False
-        self.tell_bulk_left()
+        self.notify_bulk_left()
         self.send(frame(_DROP_DATA, 0, bulk.id, 0, 0, b""))
         return True
 
@@ -367,7 +367,7 @@ class Connection(ABC):
             has_written = True
             number, chunk = self.bulk.next_chunk()
             self.write_chunk(pack_header(chunk.nbytes, _DATA, 0, 0, number, 0, 0, 0, 0), chunk)
-        self.tell_bulk_left()
+        self.notify_bulk_left()
         if has_written:
             self.end_if_last()
 
@@ -401,9 +401,9 @@ class Connection(ABC):
         was_congested = self.is_congested
         self.is_congested = self.is_full or (self.lanes is not None and self.lanes.is_full)
         if was_congested and not self.is_congested:
-            self.tell_drained()
+            self.notify_drained()
 
-    def tell_drained(self) -> None:
+    def notify_drained(self) -> None:
         """Notify the receiver that `is_congested` or `is_behind` is no longer true."""
         if self._phase is Phase.ENDED:
             return
@@ -455,7 +455,7 @@ class Connection(ABC):
         if self._reads_until_look:
             self._reads_until_look -= 1
         else:
-            self._reads_until_look = _READS_A_LOOK
+            self._reads_until_look = _READS_PER_CHECK
             self._is_peer_at_work = self.is_peer_elsewhere
             self._frames_a_write = _MOST_A_WRITE
         if self._is_peer_at_work:

@@ -92,7 +92,7 @@ class Lanes:
     def _write_chunk(self, lane: Connection) -> None:
         number, index, position, chunk = self._main.bulk.next_stripe()
         self.chunks_sent += 1
-        self._main.tell_bulk_left()
+        self._main.notify_bulk_left()
         header = pack_header(chunk.nbytes, _DATA, 0, 0, number, index, position // CHUNK_BYTES, 0, 0)
         lane.write_chunk(header, chunk)
 

@@ -25,7 +25,7 @@ from arpc.wire.values.raw_memory import allocate as allocate_memory
 __all__ = ["MAX_SCHEMAS", "MAX_SCHEMA_BYTES", "Lender", "Protocol", "State"]
 
 RECEIVE_BYTES: Final = 256 * 1024
-BETWEEN_CHUNKS_BYTES: Final = 4096
+SHORT_READ_BYTES: Final = 4096
 _HANDSHAKE_LIMITS: Final = Limits(MAX_HANDSHAKE_BYTES, 0)
 _MAX_GOODBYE_BYTES: Final = 1024
 _DATA: Final = int(MessageType.DATA)
@@ -100,7 +100,7 @@ class Protocol:
         # An unauthenticated peer gets a buffer for the handshake only; `_open` enlarges it
         self._set_buffer(bytearray(HEADER_BYTES + MAX_HANDSHAKE_BYTES))
         self._end = 0
-        self._has_rest = False
+        self._must_check_state = False
         """Whether `receive` must check the state first. If not, the next bytes begin a frame at the buffer's start."""
         # The memory that the next bytes are read into instead of the buffer: of a large body, or of a tensor's chunk
         self._target: memoryview | None = None
@@ -164,7 +164,7 @@ class Protocol:
         self._next = self._view
         self._target_filled = None
         self._end = 0
-        self._has_rest = True
+        self._must_check_state = True
 
     def receive(self, size_bytes: int) -> list[Message]:
         """Parse the bytes that were read into the memory from `get_buffer`; returns the messages that they complete.
@@ -175,7 +175,7 @@ class Protocol:
         messages: list[Message] = []
         start, end = 0, size_bytes
         try:
-            if self._has_rest:
+            if self._must_check_state:
                 end = self._receive_rest(size_bytes, messages)
             while (body_start := start + HEADER_BYTES) <= end:
                 length, type_, flags, n_buffers, id_, arg, timeout_ms, meta_size, schema = _unpack(self.buffer, start)
@@ -198,7 +198,7 @@ class Protocol:
         except BaseException:
             self.close()
             raise
-        if start < end or self._has_rest:
+        if start < end or self._must_check_state:
             self._keep_rest(start, end)
         return messages
 
@@ -217,7 +217,7 @@ class Protocol:
         if rest and start:
             self._view[:rest] = self._view[start:end]
         self._next = self._elsewhere()
-        self._has_rest = self._next is not self._view or self.state is _CLOSED
+        self._must_check_state = self._next is not self._view or self.state is _CLOSED
 
     def _receive_target(self, size_bytes: int, messages: list[Message]) -> None:
         target, filled = self._target, self._target_filled
@@ -268,7 +268,7 @@ class Protocol:
 
         Returns the start of the next frame, the end of the bytes, and False if the rest is not a whole frame.
         """
-        self._has_rest = True  # perhaps: `_keep_rest` decides
+        self._must_check_state = True  # perhaps: `_keep_rest` decides
         header = Header._make(_unpack(self.buffer, start))
         if header.length > self._limits.body_bytes:
             raise ProtocolError(f"a frame of {header.length} bytes is over the limit of {self._limits.body_bytes}")
@@ -416,7 +416,7 @@ class Protocol:
     def _set_buffer(self, buffer: bytearray) -> None:
         self.buffer = buffer
         self._next = self._view = memoryview(buffer)
-        self._small_view = self._view[:BETWEEN_CHUNKS_BYTES]
+        self._small_view = self._view[:SHORT_READ_BYTES]
 
     def _answer(self, data: bytes) -> None:
         if data:

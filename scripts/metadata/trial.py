@@ -22,7 +22,7 @@ from torch._utils import _rebuild_nested_tensor, _rebuild_qtensor
 
 from arpc.errors import ProtocolError, SerializationError
 from arpc.transport.shm.borrowing import BorrowedArena
-from arpc.transport.shm.mapping import ArenaFile, MappedArena, Offer, UnmappableError
+from arpc.transport.shm.mapping import ArenaFile, ArenaOffer, MappedArena, UnmappableError
 from arpc.wire import frames
 from arpc.wire.frames import HEADER, Limits, frame
 from arpc.wire.messages import Data, Message, MessageType
@@ -153,7 +153,7 @@ class Trial:
 
         def read() -> None:
             try:
-                mapped = MappedArena(msgspec.msgpack.decode(encoded, type=Offer))
+                mapped = MappedArena(msgspec.msgpack.decode(encoded, type=ArenaOffer))
             except (UnmappableError, msgspec.MsgspecError) as error:
                 raise ProtocolError("not mapped") from error
             if mapped.token != true.token:

@@ -32,4 +32,4 @@ class BusySharedMemory:
 
     def catch_up(self) -> None:
         self.is_behind = False
-        self._connection.tell_drained()
+        self._connection.notify_drained()

@@ -72,7 +72,7 @@ class Part:
             worker.net.transmit(worker.number, answering[0], "answer", answering[1], self.heading.pass_id, riding, None)
         if protocol.is_done and not self.is_over:
             self.is_over = True
-            worker.context.commit(self.heading.pass_id, self.sums.take_leaves(), protocol.told)
+            worker.context.commit(self.heading.pass_id, self.sums.take_leaves(), protocol.announced_to)
             if self.parent is None:
                 worker.net.ended.append(None)
             else:

@@ -68,7 +68,7 @@ class Group:
 
     async def until_told(self) -> None:
         """Until nobody tries to tell anybody anything any more."""
-        await until(lambda: not any(worker.autograd.aborts.unheard for worker in self.workers))
+        await until(lambda: not any(worker.autograd.aborts.unacknowledged for worker in self.workers))
 
 
 @asynccontextmanager
@@ -84,7 +84,7 @@ async def group_of(*faults: Fault, options: arpc.RpcOptions = PATIENT) -> AsyncI
             await group.until_told()
             for worker in workers:
                 assert not worker.autograd.statistics()["passes"]
-                assert not worker.autograd.aborts.unheard
+                assert not worker.autograd.aborts.unacknowledged
             transport.heal()
         assert_nothing_is_left(workers)
 

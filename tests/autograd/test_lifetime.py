@@ -303,7 +303,7 @@ def test_so_is_what_is_remembered_of_contexts_that_were_left_or_asked_for():
     container.tell_early(told, 1, 6, has_announced=True)  # of an earlier pass nobody asks any more
     again = container.enter(told, 6)
     assert again is not None
-    assert again.told_early == {1: {6: True}}
+    assert again.early_replies == {1: {6: True}}
     container.remove(told)
     container.tell_early(told, 2, 6, has_announced=True)  # it has ended, and nothing will ever come of it
     assert container.enter(told, 6) is None

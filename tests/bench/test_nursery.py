@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from arpc.bench.nursery import Nursery, Offspring
-from arpc.launch.keeping import SCRIPT as KEEPER
+from arpc.launch.supervisor_process import SCRIPT as SUPERVISOR
 
 PROGRAM = """
 import os, sys
@@ -59,11 +59,11 @@ async def test_who_waits_for_one_is_told_when_all_end(nursery: Nursery, tmp_path
     assert child.writer.is_closing()
 
 
-async def test_when_the_keeper_is_killed_all_have_ended(nursery: Nursery, tmp_path: Path) -> None:
+async def test_when_the_supervisor_is_killed_all_have_ended(nursery: Nursery, tmp_path: Path) -> None:
     child = await start(nursery, tmp_path / "log")
     process = psutil.Process(child.pid)
-    (keeper,) = (one for one in psutil.Process().children() if str(KEEPER) in one.cmdline())
-    keeper.kill()
+    (supervisor,) = (one for one in psutil.Process().children() if str(SUPERVISOR) in one.cmdline())
+    supervisor.kill()
     await child.wait()
     assert "was killed" in child.problem
     assert psutil.wait_procs([process], timeout=60)[1] == []

@@ -109,7 +109,7 @@ def test_a_handler_that_enters_has_called(thread: LoopThread) -> None:
     class Handler(WorkerScope):
         calls = 0
 
-        def call_comes(self) -> None:
+        def thread_call_begun(self) -> None:
             Handler.calls += 1
 
     token = current_scope.set(Handler("worker"))

@@ -9,7 +9,14 @@ from torch.distributed import HashStore
 
 from arpc.errors import NameTakenError, RendezvousError, UnknownWorkerError
 from arpc.group import elastic_group
-from arpc.group.elastic_group import ElasticRendezvous, Stay, allocate_id, append_event, mark_used, read_events
+from arpc.group.elastic_group import (
+    ElasticPresence,
+    ElasticRendezvous,
+    allocate_id,
+    append_event,
+    mark_used,
+    read_events,
+)
 from arpc.group.group_store import Access, GroupStore, KeyValues
 from arpc.group.membership import encode
 from arpc.group.rendezvous import Joined, Left, Rendezvous, WorkerRecord
@@ -391,7 +398,7 @@ def record_of(name: str, worker_id: int) -> WorkerRecord:
 
 def restored(kv: KeyValues, record: WorkerRecord, *known: WorkerRecord) -> list[Joined | Left]:
     used = sum({1 << one.id for one in (record, *known)})
-    return Stay().restore(kv, record, known, used)
+    return ElasticPresence().restore(kv, record, known, used)
 
 
 def test_one_who_returns_brings_back_all_it_knows():
@@ -400,7 +407,7 @@ def test_one_who_returns_brings_back_all_it_knows():
     assert restored(kv, a, a, b) == [Joined(a), Joined(b)]
     assert restored(kv, b, a, b, c) == [Joined(a), Joined(b), Joined(c)]
     assert restored(kv, b, a, b, c) == [Joined(a), Joined(b), Joined(c)], "twice is as good as once"
-    assert Stay().take_name(kv, record_of("c", 7), None) == encode(c), "its name is not free"
+    assert ElasticPresence().take_name(kv, record_of("c", 7), None) == encode(c), "its name is not free"
     assert kv.count("present/elastic") == 3
 
 
@@ -431,7 +438,7 @@ def test_names_and_ids_that_were_given_meanwhile_stay_given():
     kv = key_values()
     newcomers = [record_of("a", allocate_id(kv, None)), record_of("n", allocate_id(kv, None))]
     for newcomer in newcomers:
-        assert isinstance(Stay().take_name(kv, newcomer, None), int)
+        assert isinstance(ElasticPresence().take_name(kv, newcomer, None), int)
     joined = [Joined(newcomer) for newcomer in newcomers]
     late, other, third = record_of("a", 5), record_of("b", newcomers[1].id), record_of("c", 6)
     assert restored(kv, late, late, other, third) == [*joined, Joined(third)]
@@ -441,10 +448,10 @@ def test_names_and_ids_that_were_given_meanwhile_stay_given():
 def test_one_who_was_replaced_leaves_nothing_of_its_successor():
     kv = key_values()
     late, successor = record_of("a", 5), record_of("a", 0)
-    Stay().take_name(kv, successor, None)
-    stay = Stay()
-    stay.restore(kv, late, (), 1 << 5)
-    stay.leave(kv)
+    ElasticPresence().take_name(kv, successor, None)
+    presence = ElasticPresence()
+    presence.restore(kv, late, (), 1 << 5)
+    presence.leave(kv)
     assert read_events(kv, 0) == [Joined(successor)]
     assert kv.peek("elastic/name/a") == encode(successor)
 

@@ -129,13 +129,13 @@ async def test_a_cancelled_wait_loses_nothing():
 async def test_a_stream_that_is_closed_or_dropped_is_told_nothing():
     roster = roster_with()
     async with roster.stream() as stream:
-        assert roster.is_heard
-    assert not roster.is_heard
+        assert roster.has_open_streams
+    assert not roster.has_open_streams
     assert [event async for event in stream] == []
     dropped = weakref.ref(roster.stream())
     gc.collect()
     assert dropped() is None
-    assert not roster.is_heard
+    assert not roster.has_open_streams
 
 
 def test_who_is_slow_gets_what_is_still_true(monkeypatch):

@@ -404,16 +404,16 @@ async def test_another_page_cannot_log_somebody_in_or_out(guarded, browser):
 
 
 async def test_who_guesses_too_much_at_once_is_refused_and_nobody_else(guarded, browser):
-    guesses, address = guarded[0].http._guesses, guarded[0].http_address
-    while guesses.begin("127.0.0.1"):
+    login_attempts, address = guarded[0].http._login_attempts, guarded[0].http_address
+    while login_attempts.begin("127.0.0.1"):
         pass
     async with browser.post(f"{address}/login", data={"secret": "guess"}) as response:
         assert response.status == 429
         assert "from this address" in (await response.json())["error"]
-    guesses._under_way["192.0.2.1"] = guesses._under_way.pop("127.0.0.1")  # it is another one who guesses
+    login_attempts._under_way["192.0.2.1"] = login_attempts._under_way.pop("127.0.0.1")  # it is another one who guesses
     async with browser.post(f"{address}/login", data={"secret": "swordfish"}, allow_redirects=False) as response:
         assert response.headers["Location"] == "/"
-    assert list(guesses._under_way) == ["192.0.2.1"]
+    assert list(login_attempts._under_way) == ["192.0.2.1"]
 
 
 async def test_forms_that_never_come_keep_nobody_out(guarded, browser):

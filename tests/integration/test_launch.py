@@ -121,7 +121,7 @@ def test_a_signal_to_the_launcher_ends_everything(sleeper: str, number: signal.S
     with command("-n", "2", *options, sleeper) as launch:
         launch.wait_for("awake", times=4)
         family = launch.family()
-        # the keeper, two workers, what they have started, and what they were forked from
+        # the supervisor, two workers, what they have started, and what they were forked from
         assert len(family) == 5 if options else 6
         assert launch.process.pid is not None
         os.kill(launch.process.pid, number)

@@ -7,14 +7,14 @@ import sys
 
 import pytest
 
-from arpc.launch.forking import can_fork, makes_no_difference, shared_environment, template_command
+from arpc.launch.forking import can_fork, can_fork_worker, shared_environment, template_command
 
 PYTHON = sys.executable
 
 
 @pytest.mark.parametrize("command", [[PYTHON, "train.py"], [PYTHON, "/a/b.py", "-x"], [PYTHON, "-m", "package.train"]])
 def test_scripts_and_modules_are_forked(command: list[str]):
-    assert makes_no_difference(command, {}, {})
+    assert can_fork_worker(command, {}, {})
 
 
 @pytest.mark.parametrize(
@@ -31,7 +31,7 @@ def test_scripts_and_modules_are_forked(command: list[str]):
     ],
 )
 def test_what_else_there_is_to_run_is_not(command: list[str]):
-    assert not makes_no_difference(command, {}, {})
+    assert not can_fork_worker(command, {}, {})
 
 
 def test_what_a_launch_sets_for_each_worker_may_differ():
@@ -39,24 +39,24 @@ def test_what_a_launch_sets_for_each_worker_may_differ():
     shared = shared_environment(first)
     assert shared["OMP_NUM_THREADS"] == "2"
     assert shared["RANK"] is shared["ARPC_NAME"] is shared["MASTER_PORT"] is None
-    assert makes_no_difference([PYTHON, "x.py"], first | {"RANK": "1", "ARPC_NAME": "b", "ARPC_HTTP": "c"}, shared)
+    assert can_fork_worker([PYTHON, "x.py"], first | {"RANK": "1", "ARPC_NAME": "b", "ARPC_HTTP": "c"}, shared)
 
 
 @pytest.mark.parametrize("name", ["OMP_NUM_THREADS", "LD_PRELOAD", "PYTHONHASHSEED", "ANYTHING", "XRANK", "LOCAL_DIR"])
 def test_nothing_else_may(name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.delenv(name, raising=False)
     command = [PYTHON, "x.py"]
-    assert makes_no_difference(command, {name: "1"}, {name: "1"})
-    assert not makes_no_difference(command, {name: "1"}, {})
-    assert not makes_no_difference(command, {}, {name: "1"})
-    assert not makes_no_difference(command, {name: "1"}, {name: "2"})
+    assert can_fork_worker(command, {name: "1"}, {name: "1"})
+    assert not can_fork_worker(command, {name: "1"}, {})
+    assert not can_fork_worker(command, {}, {name: "1"})
+    assert not can_fork_worker(command, {name: "1"}, {name: "2"})
 
 
 def test_what_is_inherited_is_no_difference(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("ANYTHING", "1")
     command = [PYTHON, "x.py"]
-    assert makes_no_difference(command, {"ANYTHING": "1"}, {})
-    assert not makes_no_difference(command, {"ANYTHING": None}, {})
+    assert can_fork_worker(command, {"ANYTHING": "1"}, {})
+    assert not can_fork_worker(command, {"ANYTHING": None}, {})
 
 
 def test_what_this_process_has_of_its_own_is_not_shared(monkeypatch: pytest.MonkeyPatch):

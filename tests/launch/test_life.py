@@ -7,7 +7,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from arpc.launch.life import (
-    Arm,
     Decision,
     Ended,
     Failure,
@@ -15,6 +14,7 @@ from arpc.launch.life import (
     Kill,
     Outcome,
     Restart,
+    SetAlarm,
     Start,
     Terminate,
     describe_exit,
@@ -34,7 +34,7 @@ def test_all_end_well():
 def test_the_first_failure_ends_the_group():
     life = GroupLife(3, grace_s=5)
     life.start()
-    assert life.exited(1, 3) == [Terminate((0, 2)), Arm(1, 5)]
+    assert life.exited(1, 3) == [Terminate((0, 2)), SetAlarm(1, 5)]
     assert life.is_ending
     assert life.exited(0, -15) == []  # as it was asked to
     assert life.exited(2, 1) == [Ended(Outcome(Failure(1, 3)))]
@@ -51,7 +51,7 @@ def test_who_does_not_end_in_time_is_killed():
 def test_an_alarm_of_before_is_not_heard():
     life = GroupLife(2, max_restarts=1)
     life.start()
-    assert life.exited(0, 1) == [Terminate((1,)), Arm(1, 10.0)]
+    assert life.exited(0, 1) == [Terminate((1,)), SetAlarm(1, 10.0)]
     assert life.exited(1, 0) == [Start(1)]
     assert life.time_is_up(1) == []
 
@@ -71,7 +71,7 @@ def test_a_worker_of_an_elastic_group_is_started_again_by_itself():
     assert life.exited(2, -9) == [Restart(Failure(2, -9), 1)]
     assert life.exited(1, 1, lost_another=True) == [Restart(Failure(1, 1), 2)]
     assert life.alive == {0, 1, 2}
-    assert life.exited(2, 3) == [Terminate((0, 1)), Arm(1, 5)]  # no restart is left
+    assert life.exited(2, 3) == [Terminate((0, 1)), SetAlarm(1, 5)]  # no restart is left
     assert life.exited(0, 0) == []
     assert life.exited(1, 0) == [Ended(Outcome(Failure(2, 3)))]
 
@@ -94,7 +94,7 @@ def test_a_group_that_ended_well_after_all_is_a_success():
 def test_who_lost_another_worker_is_not_to_blame():
     life = GroupLife(3, blame_s=2, grace_s=5)
     life.start()
-    assert life.exited(0, 1, lost_another=True) == [Arm(1, 2)]
+    assert life.exited(0, 1, lost_another=True) == [SetAlarm(1, 2)]
     assert not life.is_ending
     assert life.exited(1, 1, lost_another=True) == []
     assert life.exited(2, 7) == [Ended(Outcome(Failure(2, 7)))]
@@ -104,7 +104,7 @@ def test_the_one_to_blame_ends_the_group():
     life = GroupLife(3, grace_s=5)
     life.start()
     life.exited(0, 1, lost_another=True)
-    assert life.exited(2, -11) == [Terminate((1,)), Arm(2, 5)]
+    assert life.exited(2, -11) == [Terminate((1,)), SetAlarm(2, 5)]
     assert life.exited(1, -15) == [Ended(Outcome(Failure(2, -11)))]
 
 
@@ -112,7 +112,7 @@ def test_who_lost_another_is_to_blame_if_nobody_else_is():
     life = GroupLife(2, grace_s=5)
     life.start()
     life.exited(0, 1, lost_another=True)
-    assert life.time_is_up(1) == [Terminate((1,)), Arm(2, 5)]
+    assert life.time_is_up(1) == [Terminate((1,)), SetAlarm(2, 5)]
     assert life.exited(1, 3) == [Ended(Outcome(Failure(0, 1)))]
 
 
@@ -125,7 +125,7 @@ def test_the_last_worker_lost_another():
 def test_an_interrupt_ends_the_group_for_good():
     life = GroupLife(2, max_restarts=3, grace_s=5)
     life.start()
-    assert life.interrupted(signal.SIGINT) == [Terminate((0, 1)), Arm(1, 5)]
+    assert life.interrupted(signal.SIGINT) == [Terminate((0, 1)), SetAlarm(1, 5)]
     assert life.exited(0, -15) == []
     assert life.exited(1, 1) == [Ended(Outcome(interrupted_by=signal.SIGINT))]
     assert life.interrupted(signal.SIGINT) == []
@@ -144,7 +144,7 @@ def test_an_interrupt_while_a_failed_group_ends_keeps_it_from_starting_again():
     life = GroupLife(2, max_restarts=1, grace_s=5)
     life.start()
     life.exited(0, 1)
-    assert life.interrupted(signal.SIGTERM) == [Terminate((1,)), Arm(2, 5)]
+    assert life.interrupted(signal.SIGTERM) == [Terminate((1,)), SetAlarm(2, 5)]
     assert life.exited(1, -15) == [Ended(Outcome(interrupted_by=signal.SIGTERM))]
 
 
@@ -204,7 +204,7 @@ def test_whatever_happens_it_ends_once_and_knows_who_lives(
                 case Terminate(ranks) | Kill(ranks):
                     assert set(ranks) == alive
                     assert alive
-                case Arm(number, _):
+                case SetAlarm(number, _):
                     assert number > alarm
                     alarm = number
                 case Ended():

@@ -20,12 +20,12 @@ import pytest
 
 import arpc
 from arpc.launch import Launched, Module
-from arpc.launch.keeping import SCRIPT as KEEPER
 from arpc.launch.life import Failure
 from arpc.launch.local_group import LocalGroup, Settings
 from arpc.launch.meeting import StoreServer
 from arpc.launch.output import Screen
 from arpc.launch.plan import as_group
+from arpc.launch.supervisor_process import SCRIPT as SUPERVISOR
 
 MakeScript = Callable[[str], Path]
 
@@ -315,12 +315,12 @@ async def test_workers_are_asked_first(script: MakeScript):
     assert launch.out.getvalue().count("bye") == 2
 
 
-async def test_killing_the_keeper_ends_everything(script: MakeScript):
+async def test_killing_the_supervisor_ends_everything(script: MakeScript):
     launch = Launch(script(textwrap.dedent(GRANDCHILDREN).replace(", start_new_session=True", "") + "time.sleep(1000)"))
     await launch.printed("asleep", times=4)
-    (keeper,) = (child for child in psutil.Process().children() if str(KEEPER) in child.cmdline())
-    family = keeper.children(recursive=True)
-    keeper.kill()
+    (supervisor,) = (child for child in psutil.Process().children() if str(SUPERVISOR) in child.cmdline())
+    family = supervisor.children(recursive=True)
+    supervisor.kill()
     with pytest.raises(arpc.LaunchError, match="was killed"):
         await launch.task
     assert psutil.wait_procs(family, timeout=60)[1] == []

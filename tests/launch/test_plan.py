@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from arpc.errors import ConfigurationError
-from arpc.launch.plan import Meeting, as_group, environment_of, on_nodes, parse_resources, parse_roles
+from arpc.launch.plan import MeetingPoint, as_group, environment_of, on_nodes, parse_resources, parse_roles
 
 
 def test_roles_are_read_as_written():
@@ -39,7 +39,7 @@ def test_what_is_no_group(workers):
 
 def test_a_worker_finds_its_place_in_its_environment():
     slot = as_group({"ps": 1, "trainer": 2})[2]
-    meeting = Meeting("127.0.0.1", 2345, incarnation=1, max_restarts=3, secret_file=Path("/run/secret"))
+    meeting = MeetingPoint("127.0.0.1", 2345, incarnation=1, max_restarts=3, secret_file=Path("/run/secret"))
     made = environment_of(slot, meeting, {"OMP_NUM_THREADS": "4"})
     assert made == {
         "ARPC_NAME": "trainer1",
@@ -65,9 +65,9 @@ def test_a_worker_finds_its_place_in_its_environment():
 
 def test_processes_share_the_cpus():
     (slot,) = as_group(1)
-    assert int(environment_of(slot, Meeting("127.0.0.1", 1), {})["OMP_NUM_THREADS"]) >= 1
+    assert int(environment_of(slot, MeetingPoint("127.0.0.1", 1), {})["OMP_NUM_THREADS"]) >= 1
     crowd = as_group(1000)[0]
-    assert environment_of(crowd, Meeting("127.0.0.1", 1), {})["OMP_NUM_THREADS"] == "1"
+    assert environment_of(crowd, MeetingPoint("127.0.0.1", 1), {})["OMP_NUM_THREADS"] == "1"
 
 
 def test_what_a_worker_takes():

@@ -19,9 +19,9 @@ import psutil
 import pytest
 
 from arpc import launch
-from arpc.launch import keeper, keeping, template
-from arpc.launch.keeping import Exited, Keeper, News, Started
+from arpc.launch import supervisor, supervisor_process, template
 from arpc.launch.output import reading
+from arpc.launch.supervisor_process import Exited, News, Started, SupervisorProcess
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="elsewhere nothing is forked")
 
@@ -38,10 +38,10 @@ class Ended:
 
 
 class Group:
-    """A keeper, and programs that it runs."""
+    """A supervisor, and programs that it runs."""
 
     def __init__(self) -> None:
-        self.keeper: Keeper
+        self.supervisor: SupervisorProcess
         self._count = 0
         self._pids: dict[int, asyncio.Future[int]] = {}
         self._exits: dict[int, asyncio.Future[int]] = {}
@@ -62,7 +62,7 @@ class Group:
         readers = [asyncio.create_task(_read(reader)) for reader, _ in pipes]
         command = [sys.executable, *words]
         output = (pipes[0][1], pipes[1][1])
-        await self.keeper.start(rank, command, environment=environment, directory=None, output=output)
+        await self.supervisor.start(rank, command, environment=environment, directory=None, output=output)
         for descriptor in output:
             os.close(descriptor)
         if then is not None:
@@ -72,7 +72,7 @@ class Group:
 
     @staticmethod
     def process() -> psutil.Process:
-        (found,) = (child for child in psutil.Process().children() if str(keeping.SCRIPT) in child.cmdline())
+        (found,) = (child for child in psutil.Process().children() if str(supervisor_process.SCRIPT) in child.cmdline())
         return found
 
 
@@ -84,9 +84,9 @@ async def _read(descriptor: int) -> str:
 @pytest.fixture
 async def group() -> AsyncIterator[Group]:
     made = Group()
-    made.keeper = await Keeper.open(made.hear)
+    made.supervisor = await SupervisorProcess.open(made.hear)
     yield made
-    await made.keeper.aclose()
+    await made.supervisor.aclose()
 
 
 # With ctypes, as both have it then: where Python uses the system's libffi, that keeps a descriptor of its own file
@@ -164,14 +164,14 @@ async def test_a_forked_worker_differs_in_nothing_from_one_that_was_started(grou
 
     started = [await group.run(*words, RANK="0", **found) for words in programs]
     assert (await group.run(str(forked), **found)).out == "False\n"
-    await group.keeper.warm([sys.executable, str(forked)], found)
+    await group.supervisor.warm([sys.executable, str(forked)], found)
     for words, ended in zip(programs, started, strict=True):
         assert await group.run(*words, RANK="0", **found) == ended
 
     assert (await group.run(str(forked), **found)).out == "True\n"
     assert (await group.run(str(forked), **found, OMP_NUM_THREADS="7")).out == "False\n"
     assert len({(await group.run(str(show), **found)).out for _ in range(2)}) == 2
-    await group.keeper.end_all()  # as before a restart
+    await group.supervisor.end_all()  # as before a restart
     assert (await group.run(str(forked), **found)).out == "True\n"
     (tmp_path / "queue.py").touch()  # which was imported from elsewhere
     assert (await group.run(str(forked), **found)).out == "False\n"
@@ -217,7 +217,7 @@ def test_a_directory_does_not_hide_what_was_imported_from_there():
     assert not template.hides_imported(Path("/no/such/directory"))
 
 
-# what the keeper makes of a process to fork from that does not do its work: each of these is one
+# what the supervisor makes of a process to fork from that does not do its work: each of these is one
 ASKED = """
     import json, os, socket, sys, time
     line = socket.socket(fileno=int(sys.argv[1]))
@@ -247,7 +247,7 @@ BUSY = """
 
 def use_instead(monkeypatch: pytest.MonkeyPatch, source: str) -> None:
     command = [sys.executable, "-S", "-c", textwrap.dedent(source), "{descriptor}"]
-    monkeypatch.setattr(keeping, "template_command", lambda _: command)
+    monkeypatch.setattr(supervisor_process, "template_command", lambda _: command)
 
 
 @pytest.mark.parametrize("source", BAD.values(), ids=BAD.keys())
@@ -257,7 +257,7 @@ async def test_without_a_process_to_fork_from_workers_are_started(
     use_instead(monkeypatch, source)
     path = tmp_path / "script.py"
     path.write_text("import sys; print('started')")
-    await group.keeper.warm([sys.executable, str(path)], {})
+    await group.supervisor.warm([sys.executable, str(path)], {})
     ends = await asyncio.gather(group.run(str(path)), group.run(str(path)))
     assert ends == [Ended(0, "started\n", "")] * 2
 
@@ -277,12 +277,12 @@ async def test_who_waits_to_be_forked_can_be_ended(group: Group, tmp_path: Path,
     use_instead(monkeypatch, BUSY)
     path = tmp_path / "script.py"
     path.touch()
-    await group.keeper.warm([sys.executable, str(path)], {})
+    await group.supervisor.warm([sys.executable, str(path)], {})
     first, second = asyncio.create_task(group.run(str(path))), asyncio.create_task(group.run(str(path)))
     await asyncio.sleep(0)
-    await group.keeper.signal([1], signal.SIGINT)
+    await group.supervisor.signal([1], signal.SIGINT)
     assert (await first).exit_code == -signal.SIGINT
-    await group.keeper.end_all()
+    await group.supervisor.end_all()
     assert (await second).exit_code == -signal.SIGTERM
 
 
@@ -308,11 +308,11 @@ async def test_a_signal_reaches_one_that_is_just_being_forked(
     )
     path = tmp_path / "script.py"
     path.touch()
-    await group.keeper.warm([sys.executable, str(path)], {})
+    await group.supervisor.warm([sys.executable, str(path)], {})
     running = asyncio.create_task(group.run(str(path)))
     while not (tmp_path / "asked").exists():  # noqa: ASYNC110 - it is another process
         await asyncio.sleep(0.01)
-    await group.keeper.signal([1], signal.SIGUSR1)
+    await group.supervisor.signal([1], signal.SIGUSR1)
     (tmp_path / "go").touch()
     assert (await running).exit_code == -signal.SIGUSR1
 
@@ -331,7 +331,7 @@ async def test_a_signal_is_for_nobody_if_the_forked_one_has_ended(
         + "        os._exit(9)\n"
         + "    os.wait()\n"
         + "    worker = int(os.read(reader, 100))\n"
-        + "    while os.path.exists(f'/proc/{worker}'):\n"  # until the keeper has reaped it
+        + "    while os.path.exists(f'/proc/{worker}'):\n"  # until the supervisor has reaped it
         + "        time.sleep(0.01)\n"
         + f"    open({str(tmp_path / 'ended')!r}, 'w').close()\n"
         + f"    while not os.path.exists({str(tmp_path / 'go')!r}):\n"
@@ -343,14 +343,14 @@ async def test_a_signal_is_for_nobody_if_the_forked_one_has_ended(
     )
     path = tmp_path / "script.py"
     path.touch()
-    await group.keeper.warm([sys.executable, str(path)], {})
+    await group.supervisor.warm([sys.executable, str(path)], {})
     running = asyncio.create_task(group.run(str(path)))
     while not (tmp_path / "ended").exists():  # noqa: ASYNC110 - it is another process
         await asyncio.sleep(0.01)
-    await group.keeper.signal([1], signal.SIGUSR1)
+    await group.supervisor.signal([1], signal.SIGUSR1)
     (tmp_path / "go").touch()
     assert (await running).exit_code == 9
-    assert (await group.run("-c", "pass")).exit_code == 0  # the keeper is well
+    assert (await group.run("-c", "pass")).exit_code == 0  # the supervisor is well
 
 
 async def test_no_more_wait_to_be_forked_than_there_are_descriptors_for(
@@ -359,25 +359,25 @@ async def test_no_more_wait_to_be_forked_than_there_are_descriptors_for(
     use_instead(monkeypatch, BUSY)
     path = tmp_path / "script.py"
     path.touch()
-    group.process().rlimit(psutil.RLIMIT_NOFILE, (keeper.SPARE_DESCRIPTORS + 4, 1024))
-    await group.keeper.warm([sys.executable, str(path)], {})
+    group.process().rlimit(psutil.RLIMIT_NOFILE, (supervisor.SPARE_DESCRIPTORS + 4, 1024))
+    await group.supervisor.warm([sys.executable, str(path)], {})
     running = [asyncio.create_task(group.run(str(path))) for _ in range(4)]
     await asyncio.wait(running[2:])
     assert [task.done() and task.result().exit_code for task in running] == [False, False, 0, 0]
-    await group.keeper.signal([1, 2], signal.SIGTERM)
+    await group.supervisor.signal([1, 2], signal.SIGTERM)
     assert {(await task).exit_code for task in running[:2]} == {-signal.SIGTERM}
 
 
 async def test_an_order_that_is_cancelled_halfway_spoils_no_other():
     heard: asyncio.Queue[News] = asyncio.Queue()
-    keeper = await Keeper.open(heard.put_nowait)
+    supervisor = await SupervisorProcess.open(heard.put_nowait)
     try:
         with Path(os.devnull).open("w") as nothing:
 
             async def start(rank: int) -> None:
                 large = {f"LARGE{number}": "x" * 100_000 for number in range(5)}  # more than a socket holds
                 output = (nothing.fileno(), nothing.fileno())
-                await keeper.start(rank, ["true"], environment=large, directory=None, output=output)
+                await supervisor.start(rank, ["true"], environment=large, directory=None, output=output)
 
             process = Group.process()
             process.suspend()
@@ -394,7 +394,7 @@ async def test_an_order_that_is_cancelled_halfway_spoils_no_other():
         while (news := await heard.get()) != Exited(2, 0):
             assert isinstance(news, Started | Exited)
     finally:
-        await keeper.aclose()
+        await supervisor.aclose()
 
 
 async def test_many_are_started_at_once(group: Group, tmp_path: Path):
@@ -404,9 +404,11 @@ async def test_many_are_started_at_once(group: Group, tmp_path: Path):
     assert [ended.out for ended in ends] == ["0\n", "1\n", "2\n", "3\n"]
 
 
-async def test_nobody_is_left_when_the_keeper_is_killed(group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+async def test_nobody_is_left_when_the_supervisor_is_killed(
+    group: Group, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     use_instead(monkeypatch, BUSY)
-    await group.keeper.warm([sys.executable, str(tmp_path / "script.py")], {})
+    await group.supervisor.warm([sys.executable, str(tmp_path / "script.py")], {})
     while not (family := group.process().children()):  # noqa: ASYNC110 - it is another process
         await asyncio.sleep(0.01)
     group.process().kill()
@@ -415,9 +417,9 @@ async def test_nobody_is_left_when_the_keeper_is_killed(group: Group, tmp_path: 
 
 def looks_until_problem(pid: int, most: int) -> tuple[int, str]:
     """How many looks at a process it takes to find something wrong, and what."""
-    pulse = keeper.Pulse(pid)
+    pulse = supervisor.ActivityMonitor(pid)
     for number in range(1, most + 1):
-        if problem := pulse.problem(number * keeper.LOOK_S):
+        if problem := pulse.problem(number * supervisor.LOOK_S):
             return number, problem
     return most, ""
 
@@ -425,8 +427,8 @@ def looks_until_problem(pid: int, most: int) -> tuple[int, str]:
 @pytest.mark.parametrize(
     ("source", "state", "looks", "expected"),
     [
-        ("import time; time.sleep(1000)", psutil.STATUS_SLEEPING, keeper.SILENT_LOOKS, "does nothing"),
-        ("import os; os.kill(os.getpid(), 19)", psutil.STATUS_STOPPED, keeper.STOPPED_LOOKS, "is stopped"),
+        ("import time; time.sleep(1000)", psutil.STATUS_SLEEPING, supervisor.SILENT_LOOKS, "does nothing"),
+        ("import os; os.kill(os.getpid(), 19)", psutil.STATUS_STOPPED, supervisor.STOPPED_LOOKS, "is stopped"),
         ("while True: pass", psutil.STATUS_RUNNING, 100, ""),
     ],
 )
@@ -446,5 +448,5 @@ def test_who_does_nothing_is_found_out(source: str, state: str, looks: int, expe
 
 
 def test_looks_that_follow_too_soon_do_not_count():
-    pulse = keeper.Pulse(os.getppid())
-    assert {pulse.problem(1.0 + number * keeper.LOOK_S / 1000) for number in range(900)} == {""}
+    pulse = supervisor.ActivityMonitor(os.getppid())
+    assert {pulse.problem(1.0 + number * supervisor.LOOK_S / 1000) for number in range(900)} == {""}

@@ -22,7 +22,7 @@ requires_eager_tasks = pytest.mark.skipif(sys.version_info < (3, 12), reason="ea
 
 
 async def hold(name: str, entered: asyncio.Event, leave: asyncio.Event) -> list[Observation]:
-    """Stay in a block from one event to another; what is seen before, inside (twice) and after."""
+    """ElasticPresence in a block from one event to another; what is seen before, inside (twice) and after."""
     seen = [observe()]
     with BLOCKS[name]():
         seen.append(observe())

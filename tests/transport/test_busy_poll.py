@@ -114,7 +114,7 @@ class Scene:
         self.busy_poll.join(self.connection)
         return self.connection
 
-    def in_vain(self) -> None:
+    def empty_polls(self) -> None:
         """Something comes in a conversation, and nothing after it."""
         self.talk()
         self.fall_asleep()
@@ -150,7 +150,7 @@ def test_the_loop_does_not_wait_until_nothing_has_come_for_a_while(scene: Scene)
     scene.clock.now += 1.01 * LONGEST_S
     assert scene.loop.turn()
     assert not scene.loop.turn()
-    assert scene.busy_poll.statistics() == {"kept": 1, "in_vain": 1, "connections": 1}
+    assert scene.busy_poll.statistics() == {"polls": 1, "empty_polls": 1, "connections": 1}
 
 
 def test_news_prolong_it(scene: Scene) -> None:
@@ -161,7 +161,7 @@ def test_news_prolong_it(scene: Scene) -> None:
         scene.clock.now += 0.9 * LONGEST_S
         connection.read()
     assert scene.loop.turn()
-    assert (scene.busy_poll.kept, scene.busy_poll.in_vain) == (1, 0)
+    assert (scene.busy_poll.polls, scene.busy_poll.empty_polls) == (1, 0)
 
 
 def test_a_single_message_is_no_reason(scene: Scene) -> None:
@@ -189,16 +189,16 @@ def test_one_chain_of_looks_at_a_time(scene: Scene) -> None:
 def test_polls_in_vain_become_rare(scene: Scene) -> None:
     scene.join()
     for _ in range(200):
-        scene.in_vain()
-    assert scene.busy_poll.kept == module._FIRST_CREDIT
+        scene.empty_polls()
+    assert scene.busy_poll.polls == module._FIRST_CREDIT
     # then a few at a time, after longer and longer pauses
     pauses_s = []
     for _ in range(20):
         pauses_s.append(scene.considered())
-        before = scene.busy_poll.kept
+        before = scene.busy_poll.polls
         for _ in range(10):
-            scene.in_vain()
-        assert scene.busy_poll.kept == before + module._FIRST_CREDIT
+            scene.empty_polls()
+        assert scene.busy_poll.polls == before + module._FIRST_CREDIT
     assert pauses_s == sorted(pauses_s)
     assert pauses_s[-1] == module._LONGEST_PAUSE * module._CHECK_S
 
@@ -206,17 +206,17 @@ def test_polls_in_vain_become_rare(scene: Scene) -> None:
 def test_success_brings_them_back(scene: Scene) -> None:
     connection = scene.join()
     for _ in range(200):
-        scene.in_vain()
+        scene.empty_polls()
     scene.considered()
     scene.talk()
     for _ in range(100):
         scene.loop.turn()
         connection.read()
     scene.fall_asleep()
-    before = scene.busy_poll.kept
+    before = scene.busy_poll.polls
     for _ in range(30):
-        scene.in_vain()
-    assert scene.busy_poll.kept == before + 30
+        scene.empty_polls()
+    assert scene.busy_poll.polls == before + 30
 
 
 def test_it_ends_for_long_when_another_program_takes_the_cpu(scene: Scene) -> None:
@@ -230,7 +230,7 @@ def test_it_ends_for_long_when_another_program_takes_the_cpu(scene: Scene) -> No
         scene.talk()
         while scene.loop.turn():
             pass
-    assert scene.busy_poll.in_vain == module._CREDIT // module._PRICE_OF_SHARING
+    assert scene.busy_poll.empty_polls == module._CREDIT // module._PRICE_OF_SHARING
     scene.yields_s = 0.0
     scene.talk()
     assert not scene.loop.turn()
@@ -245,7 +245,7 @@ def test_it_ends_when_another_program_has_a_use_for_the_cpu(scene: Scene) -> Non
     scene.talk()
     assert scene.loop.turn()
     assert not scene.loop.turn()
-    assert scene.busy_poll.in_vain == 1
+    assert scene.busy_poll.empty_polls == 1
 
 
 def test_it_ends_while_threads_of_the_worker_are_busy(scene: Scene) -> None:
@@ -255,7 +255,7 @@ def test_it_ends_while_threads_of_the_worker_are_busy(scene: Scene) -> None:
     scene.talk()
     scene.loop.turn()
     assert not scene.loop.turn()
-    assert scene.busy_poll.in_vain == 0
+    assert scene.busy_poll.empty_polls == 0
     scene.pool.is_asleep = True
     scene.pool.is_in_slow_job = False
     connection.read()
@@ -275,16 +275,16 @@ def test_it_gives_way_to_threads_that_are_quick_and_goes_on(scene: Scene) -> Non
     connection.read()
     assert scene.loop.turn()
     assert scene.loop.turn()
-    assert (scene.busy_poll.kept, scene.busy_poll.in_vain) == (1, 0)
+    assert (scene.busy_poll.polls, scene.busy_poll.empty_polls) == (1, 0)
 
 
 def test_one_that_ends_while_a_quick_thread_is_at_work_was_not_in_vain(scene: Scene) -> None:
     scene.join()
     scene.pool.is_asleep = False
     for _ in range(20):
-        scene.in_vain()
+        scene.empty_polls()
         assert not scene.loop.ready
-    assert (scene.busy_poll.kept, scene.busy_poll.in_vain) == (20, 0)
+    assert (scene.busy_poll.polls, scene.busy_poll.empty_polls) == (20, 0)
 
 
 def test_there_is_none_while_other_threads_are_busy(scene: Scene) -> None:
@@ -406,4 +406,4 @@ async def test_on_a_real_loop() -> None:
     count()
     await turns_until(lambda: not busy_poll._is_polling)
     assert turns > 0
-    assert busy_poll.in_vain == 1
+    assert busy_poll.empty_polls == 1

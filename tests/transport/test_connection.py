@@ -231,7 +231,7 @@ async def test_a_peer_that_is_moved_to_another_cpu_is_noticed():
     connection, _ = await opened()
     for is_elsewhere, written in [(True, [8, 8]), (False, [16])] * 2:
         connection.is_elsewhere = is_elsewhere
-        for _ in range(base._READS_A_LOOK + 1):
+        for _ in range(base._READS_PER_CHECK + 1):
             sizes = portions(connection, 16, 16)
         assert sizes == written
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from arpc.errors import RRefError, SerializationError, WorkerLostError
 from arpc.ids import WorkerInfo
-from arpc.wire.values.pickler import Parcel, Pickler, loads
+from arpc.wire.values.pickler import Pickler, Pickling, loads
 from tests.wire.exchange import exchange
 
 BOB = WorkerInfo("bob", 1)
@@ -27,7 +27,7 @@ class Unpicklable:
         raise ZeroDivisionError
 
 
-def named(handle: Handle, _: Parcel) -> tuple[Any, ...]:
+def named(handle: Handle, _: Pickling) -> tuple[Any, ...]:
     return str.upper, (handle.name,)
 
 
@@ -45,7 +45,7 @@ def test_reducers_are_for_their_type_alone():
 
 
 def test_a_reducer_may_have_tensors():
-    def reduce(handle: Handle, _: Parcel) -> tuple[Any, ...]:
+    def reduce(handle: Handle, _: Pickling) -> tuple[Any, ...]:
         return dict, ([(handle.name, handle.tensor)],)
 
     arrived = exchange([Handle("a", torch.ones(2)), torch.zeros(1)], reducers={Handle: reduce})
@@ -57,7 +57,7 @@ def test_a_reducer_may_have_tensors():
 def test_a_reducer_may_pickle():
     pickler: Pickler
 
-    def reduce(handle: Handle, _: Parcel) -> tuple[Any, ...]:
+    def reduce(handle: Handle, _: Pickling) -> tuple[Any, ...]:
         payload, slots = pickler.dumps({"inner": handle.tensor, "name": handle.name})
         assert len(slots) == 1
         return loads, (payload, [slots[0]])
@@ -81,10 +81,10 @@ class Sent:
         self.packed: list[str] = []
         self.pickler = Pickler({Handle: self._reduce})
 
-    def _reduce(self, handle: Handle, parcel: Parcel) -> tuple[Any, ...]:
-        self.to.append(parcel.to)
-        parcel.packed.append(lambda: self.packed.append(handle.name))
-        return named(handle, parcel)
+    def _reduce(self, handle: Handle, pickling: Pickling) -> tuple[Any, ...]:
+        self.to.append(pickling.to)
+        pickling.packed.append(lambda: self.packed.append(handle.name))
+        return named(handle, pickling)
 
 
 @pytest.fixture
@@ -131,7 +131,7 @@ def test_it_is_not_told_of_a_pickle_that_failed(sent):
 
 @pytest.mark.parametrize("error", [RRefError("it was deleted"), WorkerLostError("its owner is gone", "bob")])
 def test_what_a_reference_says_of_itself_is_not_explained_away(error):
-    def reduce(handle: Handle, parcel: Parcel) -> tuple[Any, ...]:
+    def reduce(handle: Handle, pickling: Pickling) -> tuple[Any, ...]:
         raise error
 
     with pytest.raises(type(error), match=str(error)):

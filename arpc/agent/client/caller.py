@@ -24,7 +24,7 @@ from arpc.agent.peers.directory import PeerDirectory
 from arpc.agent.peers.peer import Peer
 from arpc.agent.scope import current_scope
 from arpc.errors import ArpcError, ShutdownError, not_run, set_may_have_run
-from arpc.group.membership import GroupNotAskedError, WorkerRecord
+from arpc.group.membership import StaleRecordError, WorkerRecord
 from arpc.ids import WorkerInfo
 from arpc.options import UNSET, Unset
 from arpc.wire.messages import Message, RequestFlag
@@ -81,7 +81,7 @@ class Caller:
             peer = self._known_peers.get(to)
         except TypeError:
             peer = None  # not hashable, so it names no worker
-        if peer is None or (peer.connection is None and peer.must_be_asked_for):
+        if peer is None or (peer.connection is None and peer.must_ask_group):
             return await self.call(to, function, args, kwargs, timeout, depth=2)
         waiter = self.make_waiter()
         call_id = 0
@@ -197,7 +197,7 @@ class Caller:
             peer = self._known_peers.get(to)
         except TypeError:
             peer = None
-        if peer is None or (peer.connection is None and peer.must_be_asked_for):
+        if peer is None or (peer.connection is None and peer.must_ask_group):
             self._defer(to, call)
             return
         recipient: Cancellable = call.recipient
@@ -243,7 +243,7 @@ class Caller:
         """Return the peer that has a name, an id or both now, according to the group."""
         try:
             record = await self._resolve(to.name if isinstance(to, WorkerInfo) else to)
-        except GroupNotAskedError as error:
+        except StaleRecordError as error:
             record = error.known
         except ArpcError as error:
             known = self._peers.get(to)
@@ -260,7 +260,7 @@ class Caller:
         context = copy_context()
         state = torchstate.capture()
         if (scope := current_scope.get()) is not None:
-            scope.call_comes()
+            scope.thread_call_begun()
         self._observers.thread_calls(context, self._peers.name_of(to), call.called or call.function)
         future: Future[Any] = call.recipient
 

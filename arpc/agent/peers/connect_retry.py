@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Final
 from arpc.agent.peers.dialer import host_of, only
 from arpc.agent.peers.peer import Peer, PeerState
 from arpc.errors import HandshakeError, ProtocolError, WireError
-from arpc.group.membership import GroupNotAskedError, WorkerRecord
+from arpc.group.membership import StaleRecordError, WorkerRecord
 from arpc.transport.connection import Connection
 from arpc.wire.handshake import Refused, Role
 from arpc.wire.messages import Refusal
@@ -106,7 +106,7 @@ class ConnectRetry:
         peer.is_dead = False
         try:
             record = await self._agent.resolve(peer.info.name)
-        except GroupNotAskedError as error:
+        except StaleRecordError as error:
             record = error.known  # the handshake accepts only that very worker
         # during the await, the peer may have connected to this worker
         if peer.connection is not None:

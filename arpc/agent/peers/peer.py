@@ -162,7 +162,7 @@ class Peer:
         return PeerState.GONE if self._gone_because else PeerState.IDLE
 
     @property
-    def must_be_asked_for(self) -> bool:
+    def must_ask_group(self) -> bool:
         """Whether to ask the group first: another worker may have its name, and calls are pickled for one worker."""
         return self.connection is None and not self.is_verified
 
@@ -332,13 +332,13 @@ class Peer:
         if call is not None:
             self._abandon(call_id, call)
 
-    def _abandon(self, call_id: int, call: Call, *, is_told: bool = True) -> None:
-        """Give up a call. ``is_told``: the peer is notified, if it has the call."""
+    def _abandon(self, call_id: int, call: Call, *, notify_peer: bool = True) -> None:
+        """Give up a call. ``notify_peer``: the peer is notified, if it has the call."""
         connection = call.connection
         if connection is None:
             self.backlog.pop(call_id, None)
             return
-        if is_told and connection.is_open:
+        if notify_peer and connection.is_open:
             if call.bulk is not None and connection.drop_bulk(call.bulk):
                 logger.debug(
                     "call %d to %s was cancelled while it was sent",
@@ -362,7 +362,7 @@ class Peer:
                 call.recipient.set_exception(error if was_sent else not_run(error))
         # Only now: the window that one of them gives back must not be used to send another
         for call_id, call in calls.items():
-            self._abandon(call_id, call, is_told=self._timeouts_travel)
+            self._abandon(call_id, call, notify_peer=self._timeouts_travel)
 
     # -- the connection
 

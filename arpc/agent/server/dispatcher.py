@@ -14,7 +14,7 @@ from arpc.agent.codec import Codec
 from arpc.agent.hooks.observers import Observers
 from arpc.agent.scope import current_scope
 from arpc.agent.server.eager_tasks import EagerTasks
-from arpc.agent.server.functions import NOT_KNOWN, Function, Mode, Prompt, ResultSizes
+from arpc.agent.server.functions import NOT_KNOWN, Function, InlineHandler, Mode, ResultSizes
 from arpc.agent.server.inbound import Inbound
 from arpc.agent.server.replies import Replies
 from arpc.agent.server.request_queue import RequestQueue
@@ -189,7 +189,7 @@ class Dispatcher:
     def serve(self, message_class: type[Message], function: Callable[..., Any]) -> _Handle:
         """Return a handler that runs one function for each message of a class. Such messages are never queued."""
         served = Function(function)
-        if isinstance(function, Prompt):
+        if isinstance(function, InlineHandler):
             served.mode = _INLINE
         served.name = message_class.__name__
         served.is_service = True

@@ -17,11 +17,11 @@ __all__ = [
     "NAMING",
     "NOT_KNOWN",
     "Function",
-    "HandOver",
+    "InlineHandler",
     "Mode",
     "Preparation",
-    "Prompt",
     "ResultSizes",
+    "RunInstead",
     "async_execution",
     "inline",
     "name_of",
@@ -93,12 +93,12 @@ class Quickness:
 class ResultSizes:
     """The recent sizes of a function's results, from which the size of the next one is estimated."""
 
-    __slots__ = ("are_large", "expected_bytes", "unsurprising_bytes")
+    __slots__ = ("are_large", "expected_bytes", "ignored_up_to_bytes")
 
     def __init__(self) -> None:
         self.expected_bytes = 0
         self.are_large = False
-        self.unsurprising_bytes = -1
+        self.ignored_up_to_bytes = -1
         """A result of at most this size changes nothing here. Negative unless results are known to be small."""
 
     def saw(self, size_bytes: int) -> None:
@@ -108,7 +108,7 @@ class ResultSizes:
             size_bytes = expected_bytes - max(1, (expected_bytes - size_bytes) // _WEIGHT)
         self.expected_bytes = size_bytes
         self.are_large = size_bytes > SMALL_MESSAGE_BYTES
-        self.unsurprising_bytes = -1 if self.are_large else SMALL_MESSAGE_BYTES
+        self.ignored_up_to_bytes = -1 if self.are_large else SMALL_MESSAGE_BYTES
 
 
 class Function:
@@ -165,7 +165,7 @@ async def _some_coroutine() -> None:
     """The template for all functions of `Function.of_coroutine`."""
 
 
-class HandOver(NamedTuple):
+class RunInstead(NamedTuple):
     """Returned by a handler of the runtime to have another function run in its place, in that function's mode."""
 
     function: Function
@@ -173,7 +173,7 @@ class HandOver(NamedTuple):
     kwargs: dict[str, Any]
 
 
-class Prompt(partial[Any]):
+class InlineHandler(partial[Any]):
     """A handler of a feature's own messages that can usually answer at once.
 
     It is a plain function, called on the loop. If it returns a coroutine, that runs like any handler.

@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from arpc.agent.server.functions import Function, HandOver, Mode
+from arpc.agent.server.functions import Function, Mode, RunInstead
 from arpc.agent.server.inbound import Inbound
 from arpc.agent.server.producer import Producer
 from arpc.agent.server.remote_exceptions import describe_failure
@@ -56,7 +56,7 @@ class Replies:
         self._codec = host.codec
         self.calls_failed = 0
         self.calls_ended = 0
-        self.tell_failure: Callable[[str, BaseException], None] | None = None
+        self.on_failure: Callable[[str, BaseException], None] | None = None
         """Called with the name of each function that fails here, and its error."""
         self.meter: Meter | None = None
 
@@ -64,7 +64,7 @@ class Replies:
 
     def returned(self, run: Run, result: Any) -> None:
         """Handle the result of a function, or of its coroutine."""
-        if type(result) is HandOver:
+        if type(result) is RunInstead:
             self._hand_over(run, result)
         elif (run.is_stream or not run.function.is_final) and self._goes_on(run, result):
             pass
@@ -180,8 +180,8 @@ class Replies:
         run.inbound.register(run)
         self._carry(run, run.producer.produce)
 
-    def _hand_over(self, run: Run, to: HandOver) -> None:
-        """Run another function in the place of the one that has returned a `HandOver`."""
+    def _hand_over(self, run: Run, to: RunInstead) -> None:
+        """Run another function in the place of the one that has returned a `RunInstead`."""
         host = self._host
         function, run.args, run.kwargs = to
         run.coroutine = run.task = None
@@ -235,8 +235,8 @@ class Replies:
             creation.not_made(error)
         self.calls_failed += 1
         name = run.name
-        if self.tell_failure is not None:
-            self.tell_failure(name, error)
+        if self.on_failure is not None:
+            self.on_failure(name, error)
         if self.meter is not None:
             self.meter.handler_failed(run.caller.name, name, error)
         kind = FailureKind.REFUSED if run.is_refused else FailureKind.RAISED
@@ -300,7 +300,7 @@ class Replies:
         if error is None:
             results = run.results or run.function.results
             size_bytes = len(content.pickle) if content.schema is None else content.size_bytes()
-            if size_bytes > results.unsurprising_bytes:
+            if size_bytes > results.ignored_up_to_bytes:
                 results.saw(size_bytes)
         if content.waits:
             fail = partial(self.fail, inbound, run.id, FailureKind.RAISED)

@@ -173,7 +173,7 @@ class Run(msgspec.Struct):
             self.nested_limit = max(_NESTED_LIMIT, 2 * len(self.nested))
         self.nested.append(future)
 
-    def call_comes(self) -> None:
+    def thread_call_begun(self) -> None:
         self.has_called = True
 
     def cancel_nested(self) -> None:

@@ -46,7 +46,7 @@ class ThreadJob(msgspec.Struct):
         if run.ended:
             return run.leave_window if run.is_counted else None  # cancelled while it waited for a thread
         results = run.function.results
-        if results.unsurprising_bytes < 0 and not run.is_counted and (results.are_large or run.host.threads.is_ahead):
+        if results.ignored_up_to_bytes < 0 and not run.is_counted and (results.are_large or run.host.threads.is_ahead):
             return self._postpone
         return context.run(self._call, args, kwargs)
 

@@ -154,7 +154,7 @@ class ThreadPool:
         self._tasks_are_isolated = torchstate.isolates_all_tasks(loop)
         self._done: deque[Callable[[], None] | None] = deque()
         self._wake_up_sent = False
-        self._turns_kept = self._turns_to_keep = 0
+        self._yields_to_skip = self._turns_to_keep = 0
         """The number of times that the loop does not yield the CPU: those left now, and those after the next yield."""
         self._unsent: deque[Outbox] = deque()
         """The outboxes that threads may still have to send while they run another job."""
@@ -199,8 +199,8 @@ class ThreadPool:
         The CPU comes back after a quick job. If it takes longer, another program has taken it: then the next attempt is
         made much later, and later still if that happens again.
         """
-        if self._turns_kept:
-            self._turns_kept -= 1
+        if self._yields_to_skip:
+            self._yields_to_skip -= 1
             return
         begun = _clock()
         _yield_cpu()
@@ -208,7 +208,7 @@ class ThreadPool:
             self._turns_to_keep = min(_MOST_TURNS_KEPT, 4 * self._turns_to_keep + 64)
         else:
             self._turns_to_keep = 7 * self._turns_to_keep // 8
-        self._turns_kept = self._turns_to_keep
+        self._yields_to_skip = self._turns_to_keep
 
     def _wake_threads(self) -> None:
         """Wake, or start, threads for the jobs of this turn."""

@@ -112,7 +112,7 @@ class ThreadReplies(Outbox):
         run.context = NO_CONTEXT
         if creation is not None:
             creation.answered(run, result)
-        elif run.function.results.unsurprising_bytes < 0:
+        elif run.function.results.ignored_up_to_bytes < 0:
             run.function.results.saw(len(data))
         self._answers.append(data)
         return True

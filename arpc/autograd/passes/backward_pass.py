@@ -87,7 +87,7 @@ class BackwardPass(msgspec.Struct, eq=False):
     is_over: bool = False
     answer: Parcel | None = None
     """The parcel that the reply to the parent carries."""
-    abort_told: asyncio.Future[Any] | None = None
+    abort_done: asyncio.Future[Any] | None = None
     """Done when all workers have acknowledged the abort; None if none was sent."""
     activity: Activity | None = None
     """The pass as observers see it."""
@@ -202,13 +202,13 @@ class BackwardPass(msgspec.Struct, eq=False):
         for future in list(self._outstanding):
             future.cancel()
         if self.parent is None or told_by is not None:
-            self.abort_told = self.host.abort(self.context, self.id, told_by)
+            self.abort_done = self.host.abort(self.context, self.id, told_by)
 
     def cancel(self) -> None:
         """End the pass because its caller is cancelled: roll it back even if it just succeeded."""
         if self.is_over and self.failure is None:
             self.context.roll_back(self.id)
-            self.abort_told = self.host.abort(self.context, self.id)
+            self.abort_done = self.host.abort(self.context, self.id)
         else:
             self.fail(AutogradError(f"backward pass {self.id} was cancelled"))
 
@@ -251,8 +251,8 @@ class BackwardPass(msgspec.Struct, eq=False):
             self.host.info.id, plan, GradientSums(), heading.pass_id, heading.retain_graph
         )
         if exchanged := self.exchanged:
-            protocol.told.update(exchanged)
-            protocol.heard.update(worker for worker, has_announced in exchanged.items() if has_announced)
+            protocol.announced_to.update(exchanged)
+            protocol.announced_by.update(worker for worker, has_announced in exchanged.items() if has_announced)
         if self._entering:
             protocol.enter_roots(self._entering)
             self._entering = ()
@@ -410,7 +410,7 @@ class BackwardPass(msgspec.Struct, eq=False):
             taken |= {leaf: own(leaf, accumulated[leaf]) for leaf in accumulated}
         # before the end: gradients of an earlier pass may not fit them any more, which fails this one
         pass_id = self.heading.pass_id
-        self.context.commit(pass_id, taken, protocol.told)
+        self.context.commit(pass_id, taken, protocol.announced_to)
         self._end()
         if (
             self._may_leave

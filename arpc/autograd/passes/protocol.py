@@ -65,8 +65,8 @@ class Run(msgspec.Struct):
 class PassProtocol(msgspec.Struct, eq=False):
     """One pass on one worker. Gradients and nodes are opaque: gradients can be added, nodes are keys.
 
-    ``told`` and ``heard`` are not empty at first if workers exchanged first parcels with this one before it knew the
-    context.
+    ``announced_to`` and ``announced_by`` are not empty at first if workers exchanged first parcels with this one before
+    it knew the context.
     """
 
     me: int
@@ -74,9 +74,9 @@ class PassProtocol(msgspec.Struct, eq=False):
     sums: Sums
     pass_id: int = 0
     retain_graph: bool = False
-    told: set[int] = set()
+    announced_to: set[int] = set()
     """The workers that a first parcel was sent to."""
-    heard: set[int] = set()
+    announced_by: set[int] = set()
     """The workers that a first parcel has arrived from."""
     used: list[int] = []
     """The message ids of the sends that got gradients."""
@@ -141,12 +141,12 @@ class PassProtocol(msgspec.Struct, eq=False):
         # Taken out, so that only the sums refer to the gradients that are kept
         gradients, parcel.gradients = parcel.gradients, []
         ids, asks, waiting = parcel.ids, parcel.asks, self._unresolved.get(sender)
-        if asks is not None and sender not in self.told:
+        if asks is not None and sender not in self.announced_to:
             count, last = asks
             if sum([message_id <= last for message_id in self._open(sender)]) != count:
                 self._asked_by = (*self._asked_by, sender)
         if parcel.is_first:
-            self.heard.add(sender)
+            self.announced_by.add(sender)
         if waiting is None:
             if gradients:
                 raise KeyError(gradients[0][0])
@@ -235,23 +235,23 @@ class PassProtocol(msgspec.Struct, eq=False):
 
         To be called when nothing more can run here before the next event.
         """
-        told, outbox = self.told, self._outbox
+        announced_to, outbox = self.announced_to, self._outbox
         for peer in self._asked_by:
-            if peer not in told and peer not in outbox:
+            if peer not in announced_to and peer not in outbox:
                 outbox[peer] = Parcel()
         self._asked_by = ()
         for peer in self._unresolved:
-            if not (peer in told or peer in self.heard or peer in outbox or peer == self.me):
+            if not (peer in announced_to or peer in self.announced_by or peer in outbox or peer == self.me):
                 outbox[peer] = Parcel()
         if not outbox:
             return []
         self._outbox = {}
         for peer, parcel in outbox.items():
-            if peer not in told:
-                told.add(peer)
+            if peer not in announced_to:
+                announced_to.add(peer)
                 # a first parcel lists the sends that may still get gradients; all others get none
                 parcel.is_first, parcel.ids = True, self._open(peer)
-                if peer in self._unresolved and peer not in self.heard:
+                if peer in self._unresolved and peer not in self.announced_by:
                     waiting = self._unresolved[peer]
                     parcel.asks = len(waiting), max(waiting)
         return [*outbox.items()]

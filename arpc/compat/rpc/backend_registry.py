@@ -111,7 +111,7 @@ def start_agent(
                 rank=rank if rank >= 0 else None,
                 world_size=world_size or None,
                 options=options,
-                skin=SKIN,
+                handle_class=SKIN,
             )
         except NameTakenError as error:
             raise RuntimeError(f"RPC worker name {name} is not unique: {error}") from error

@@ -22,7 +22,7 @@ from arpc.transport.shm.threads import MemoryThreads
 from arpc.wire.frames import ALIGNMENT
 from arpc.wire.values.raw_memory import address_of, view_of
 
-__all__ = ["Arena", "Placement", "open_arena"]
+__all__ = ["Arena", "ArenaPlacement", "open_arena"]
 
 logger = get_logger("arpc.transport")
 
@@ -37,7 +37,7 @@ _IDLE_S: Final = 10.0
 """Memory that was unused for this long goes back to the system."""
 
 
-class Placement:
+class ArenaPlacement:
     """The buffers of one message, each with its place in the arena. Holds their blocks until it is lent or dropped."""
 
     __slots__ = ("_copies", "_file", "blocks", "offsets", "sizes")
@@ -120,9 +120,9 @@ class Arena:
     def _is_in_it(self, buffer: memoryview) -> bool:
         return 0 <= address_of(buffer) - self.file.address < self.file.size_bytes
 
-    def place(self, buffers: Sequence[memoryview]) -> Placement | None:
+    def place(self, buffers: Sequence[memoryview]) -> ArenaPlacement | None:
         """Find a place for each buffer of a message; None if there is no room for all of them."""
-        placement = Placement(self.file)
+        placement = ArenaPlacement(self.file)
         with self._lock:
             if self._place_all(placement, buffers):
                 return placement
@@ -132,7 +132,7 @@ class Arena:
             self._trim(0.0)  # idle memory in blocks of other sizes may be what is missing
         return None
 
-    def _place_all(self, placement: Placement, buffers: Sequence[memoryview]) -> bool:
+    def _place_all(self, placement: ArenaPlacement, buffers: Sequence[memoryview]) -> bool:
         small_bytes = sum(_aligned(buffer.nbytes) for buffer in buffers if buffer.nbytes < self.from_bytes)
         group: Block | None = None
         position = end = 0
@@ -170,7 +170,7 @@ class Arena:
         block = self._owned[number]
         return (block, offset) if offset + buffer.nbytes <= block.offset + block.size_bytes else None
 
-    def lend(self, borrower: int, placement: Placement) -> None:
+    def lend(self, borrower: int, placement: ArenaPlacement) -> None:
         """Record the loans of a placement; the caller sends the message to the borrower now."""
         loans = self._borrowers[borrower].loans
         for offset, size_bytes, block in zip(placement.offsets, placement.sizes, placement.blocks, strict=True):
@@ -178,7 +178,7 @@ class Arena:
         self.sends += 1
         self.sent_bytes += sum(placement.sizes)
 
-    def drop(self, placement: Placement, *, is_broken: bool = False) -> None:
+    def drop(self, placement: ArenaPlacement, *, is_broken: bool = False) -> None:
         """Release the blocks of a placement that is not sent. ``is_broken``: the system had no memory for it."""
         with self._lock:
             for block in placement.blocks if is_broken else ():

@@ -10,7 +10,7 @@ from arpc.errors import ProtocolError
 from arpc.transport.release_queue import Lease, ReleaseQueue
 from arpc.transport.shm.blocks import HEADER_BYTES
 from arpc.transport.shm.loans import Loans
-from arpc.transport.shm.mapping import MappedArena, Offer
+from arpc.transport.shm.mapping import ArenaOffer, MappedArena
 from arpc.transport.shm.processes import ProcessWatch
 from arpc.wire.frames import ALIGNMENT
 from arpc.wire.values.bounds import check_range
@@ -22,7 +22,7 @@ __all__ = ["BorrowedArena", "Borrowings"]
 class BorrowedArena:
     """The arena of one peer, mapped into this process. It stays mapped for as long as anything in it is used."""
 
-    def __init__(self, offer: Offer, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, offer: ArenaOffer, loop: asyncio.AbstractEventLoop) -> None:
         """Raise `UnmappableError` if it cannot be used."""
         self.mapping: Final = MappedArena(offer)
         self.watch: Final = ProcessWatch(offer.pid, loop)
@@ -74,7 +74,7 @@ class Borrowings:
         self._run = run
         self._arenas: dict[int, BorrowedArena] = {}
 
-    def map(self, lender: int, offer: Offer) -> BorrowedArena:
+    def map(self, lender: int, offer: ArenaOffer) -> BorrowedArena:
         """Return the mapped arena of a peer. Raises `UnmappableError`."""
         arena = self._arenas.get(lender)
         if arena is None or arena.mapping.token != offer.token:

@@ -27,9 +27,9 @@ import msgspec
 from arpc.errors import ConnectionClosedError, ProtocolError
 from arpc.log import get_logger
 from arpc.transport.connection import BulkSend, Connection
-from arpc.transport.shm.arena import Arena, Placement
+from arpc.transport.shm.arena import Arena, ArenaPlacement
 from arpc.transport.shm.borrowing import BorrowedArena
-from arpc.transport.shm.mapping import Offer, UnmappableError
+from arpc.transport.shm.mapping import ArenaOffer, UnmappableError
 from arpc.wire.frames import frame
 from arpc.wire.messages import ArenaFlag, Message, MessageType
 
@@ -53,7 +53,7 @@ class _Mapped(msgspec.Struct, array_like=True):
     held: list[int]
 
 
-_decode_offer = msgspec.msgpack.Decoder(Offer).decode
+_decode_offer = msgspec.msgpack.Decoder(ArenaOffer).decode
 _decode_mapped = msgspec.msgpack.Decoder(_Mapped).decode
 
 
@@ -158,7 +158,9 @@ class Channel:
             self._arena.threads.run(placement.copy, lambda error: self._copied_in_thread(data, bulk, placement, error))
         return True
 
-    def _copied_in_thread(self, data: bytes, bulk: BulkSend, placement: Placement, error: BaseException | None) -> None:
+    def _copied_in_thread(
+        self, data: bytes, bulk: BulkSend, placement: ArenaPlacement, error: BaseException | None
+    ) -> None:
         was_behind = self.is_behind
         self._copying -= 1
         self._copying_bytes -= bulk.size_bytes
@@ -168,9 +170,9 @@ class Channel:
         else:
             self._arena.drop(placement, is_broken=error is not None)
         if was_behind and not self.is_behind:
-            self._connection.tell_drained()
+            self._connection.notify_drained()
 
-    def _copied(self, data: bytes, bulk: BulkSend, placement: Placement, error: BaseException | None) -> None:
+    def _copied(self, data: bytes, bulk: BulkSend, placement: ArenaPlacement, error: BaseException | None) -> None:
         if error is not None or not self._arena.serves(self._borrower, self):
             if error is not None:
                 logger.warning("no shared memory for %d bytes: %s", bulk.size_bytes, error)
@@ -220,7 +222,7 @@ class Channel:
         for _ in range(message.arg):
             self.unread_bytes -= self._unread.popleft()
         if message.arg:
-            self._connection.tell_bulk_left()
+            self._connection.notify_bulk_left()
         if not self._arena.serves(self._borrower, self):
             return  # a newer connection has reported what is still held, and the rest was taken back then
         try:
@@ -279,7 +281,7 @@ class Channel:
             self._connection.send(frame(_FREED, 0, 0, count, 0, struct.pack(f"<{len(ended)}Q", *ended)))
 
 
-def _try(placement: Placement) -> OSError | None:
+def _try(placement: ArenaPlacement) -> OSError | None:
     try:
         placement.copy()
     except OSError as error:

@@ -25,7 +25,7 @@ from arpc.wire.values.raw_memory import address_of
 if sys.platform != "win32":
     import fcntl
 
-__all__ = ["ArenaFile", "MappedArena", "Offer", "UnmappableError", "is_supported"]
+__all__ = ["ArenaFile", "ArenaOffer", "MappedArena", "UnmappableError", "is_supported"]
 
 _NAME: Final = "arpc"
 _TOKEN_BYTES: Final = 32
@@ -41,7 +41,7 @@ class UnmappableError(Exception):
     """An arena of another process cannot be used here. This is no failure: tensors go through the socket then."""
 
 
-class Offer(msgspec.Struct, array_like=True, frozen=True):
+class ArenaOffer(msgspec.Struct, array_like=True, frozen=True):
     """The location of an arena, as its owner sends it to a peer."""
 
     pid: int
@@ -86,7 +86,7 @@ class ArenaFile(_Mapping):
         except BaseException:
             self.close()
             raise
-        self.offer = Offer(os.getpid(), self.fd, size_bytes, token)
+        self.offer = ArenaOffer(os.getpid(), self.fd, size_bytes, token)
 
     def copy(self, source: memoryview, offset: int, *, is_warm: bool) -> None:
         """Copy bytes to an offset, without the interpreter lock. Raises `OSError` when there is no memory."""
@@ -117,7 +117,7 @@ class ArenaFile(_Mapping):
 class MappedArena(_Mapping):
     """The arena of a peer."""
 
-    def __init__(self, offer: Offer) -> None:
+    def __init__(self, offer: ArenaOffer) -> None:
         """Raise `UnmappableError` if the file cannot be opened and mapped, or is not the arena that was offered."""
         path = f"/proc/{offer.pid}/fd/{offer.fd}"
         try:

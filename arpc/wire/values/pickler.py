@@ -43,7 +43,7 @@ from arpc.wire.values.reducers import (
     HolePickler,
     MainName,
     NamesOnlyPickler,
-    Parcel,
+    Pickling,
     Reducer,
     importable_name,
     make_instance,
@@ -52,7 +52,7 @@ from arpc.wire.values.reducers import (
     spelled_out,
 )
 
-__all__ = ["SCALARS", "Parcel", "Pickler", "Reducer", "importable_name", "loads"]
+__all__ = ["SCALARS", "Pickler", "Pickling", "Reducer", "importable_name", "loads"]
 
 _FLAT: Final = SCALARS | {Tensor}
 _dumps, _loads = pickle.dumps, pickle.loads
@@ -135,27 +135,27 @@ class Pickler:
         """Return pickle and slots of an object, for the worker ``to``. Raises any error of pickling it.
 
         ``main_by_value``: the peer does not run the same script, so objects of ``__main__`` are pickled by value.
-        ``is_rehearsal``: the pickle will not be sent, so the callbacks of reducers (`Parcel.packed`) are not called.
+        ``is_rehearsal``: the pickle will not be sent, so the callbacks of reducers (`Pickling.packed`) are not called.
         """
         if not main_by_value:
             # Taken out while in use: a reducer may pickle, and so may other threads (pop and append are atomic)
             free = self._free
             try:
-                parcel = free.pop()
+                pickling = free.pop()
             except IndexError:
-                parcel = _BufferedPickler(self._reducers, self._families, self._kind)
+                pickling = _BufferedPickler(self._reducers, self._families, self._kind)
             try:
-                payload, slots = parcel.dumps(obj, to)
+                payload, slots = pickling.dumps(obj, to)
             except _CANNOT:
-                parcel.clear()
+                pickling.clear()
             except BaseException:
-                parcel.clear()
+                pickling.clear()
                 raise
             else:
-                if parcel.packed:
-                    parcel.tell(is_rehearsal)
+                if pickling.packed:
+                    pickling.tell(is_rehearsal)
                 if len(payload) <= _MAX_REUSED_BYTES:
-                    free.append(parcel)
+                    free.append(pickling)
                 if payload:
                     return payload, slots
         careful = _BufferedPickler(
@@ -227,7 +227,7 @@ class Pickler:
 
 
 class _BufferedPickler:
-    """A reusable pickler with its buffers. It is the `Parcel` that reducers get.
+    """A reusable pickler with its buffers. It is the `Pickling` that reducers get.
 
     It must not be reused after an error. A careful one is of the kind that pickles code by value, or refuses it; any
     other is pickle's own pickler.
@@ -283,7 +283,7 @@ class _BufferedPickler:
         self.to = to
         self._dump(obj)
         payload = b"".join(self._chunks)
-        if _STACK_GLOBAL in payload and not self._is_careful and self._takes_care():
+        if _STACK_GLOBAL in payload and not self._is_careful and self._needs_care():
             self.clear()
             return b"", []
         del self._chunks[1:]
@@ -300,7 +300,7 @@ class _BufferedPickler:
         buffers.clear()
         return payload, slots
 
-    def _takes_care(self) -> bool:
+    def _needs_care(self) -> bool:
         """Whether an object was named that peers may have under another name, or whose pickle may have changed."""
         if len(copyreg.dispatch_table) != self._known_to_copyreg:
             self._known_to_copyreg = len(copyreg.dispatch_table)

@@ -39,7 +39,7 @@ __all__ = [
     "HolePickler",
     "MainName",
     "NamesOnlyPickler",
-    "Parcel",
+    "Pickling",
     "Reducer",
     "as_subclass",
     "importable_name",
@@ -50,7 +50,7 @@ __all__ = [
 ]
 
 
-class Parcel(Protocol):
+class Pickling(Protocol):
     """The pickle that is being made, as a reducer sees it."""
 
     to: WorkerInfo | None
@@ -61,8 +61,8 @@ class Parcel(Protocol):
     """Callbacks that are called once the pickle is complete, but not if pickling fails or the pickle is not sent."""
 
 
-Reducer = Callable[[Any, Parcel], tuple[Any, ...] | str]
-"""Like ``__reduce__``, but a function of the object and the parcel. `NotImplemented` means: pickle it as usual."""
+Reducer = Callable[[Any, Pickling], tuple[Any, ...] | str]
+"""Like ``__reduce__``, but a function of the object and the pickling. `NotImplemented` means: pickle it as usual."""
 
 MAIN_NAMES: Final = ("__main__", "__mp_main__")
 """The names of the script's module: its own, and that of multiprocessing in a spawned child."""
@@ -134,8 +134,8 @@ class DispatchTable(dict[type, Callable[[Any], Any]]):
         return self._find(cls)
 
 
-class NamingParcel(Parcel, Protocol):
-    """The parcel that a `HolePickler` writes to."""
+class NamingPickling(Pickling, Protocol):
+    """The pickle that a `HolePickler` writes to."""
 
     table: DispatchTable
 
@@ -154,11 +154,11 @@ class HolePickler(cloudpickle.Pickler):  # type: ignore[misc]
     # without the reducers of `copyreg`: cloudpickle's own ChainMap takes 2 us for each object
     dispatch_table = cloudpickle.Pickler.dispatch_table.maps[0]
 
-    def __init__(self, parcel: NamingParcel, buffer_found: Callable[[PickleBuffer], object]) -> None:
-        self.dispatch_table = parcel.table  # before pickle's own constructor, which reads it
-        super().__init__(parcel, protocol=5, buffer_callback=buffer_found)
-        self.main_by_value = parcel.main_by_value
-        self._reduced = parcel.reduced
+    def __init__(self, pickling: NamingPickling, buffer_found: Callable[[PickleBuffer], object]) -> None:
+        self.dispatch_table = pickling.table  # before pickle's own constructor, which reads it
+        super().__init__(pickling, protocol=5, buffer_callback=buffer_found)
+        self.main_by_value = pickling.main_by_value
+        self._reduced = pickling.reduced
 
     def reducer_override(self, obj: Any) -> Any:
         reduced = self._reduced(obj)

@@ -115,7 +115,7 @@ async def test_an_rref_whose_creation_timed_out_is_counted_until_it_is_dropped()
 async def test_failures_are_told_of_where_they_happen() -> None:
     async with cluster(2) as group:
         told: list[tuple[str, BaseException]] = []
-        group[1].agent.dispatcher.replies.tell_failure = lambda name, error: told.append((name, error))
+        group[1].agent.dispatcher.replies.on_failure = lambda name, error: told.append((name, error))
         with pytest.raises(ValueError, match="on purpose"):
             await arpc.rpc_sync("worker1", fail)
         assert [(name, type(error)) for name, error in told] == [("fail", ValueError)]

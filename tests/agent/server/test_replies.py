@@ -264,7 +264,7 @@ async def test_a_meter_hears_of_ends_and_of_failures(desk):
     meter: Any = Meter()
     desk.replies.meter = meter
     told: list[tuple[str, str]] = []
-    desk.replies.tell_failure = lambda name, error: told.append((name, str(error)))
+    desk.replies.on_failure = lambda name, error: told.append((name, str(error)))
     runs = [desk.run(1), desk.run(2)]
     for run in runs:
         run.arrived_ns = 1

@@ -140,14 +140,14 @@ def test_a_worker_that_was_not_heard_from_is_written_to_once():
 
 @pytest.mark.parametrize(("asks", "is_answered"), [((1, 9), False), ((2, 9), True), ((1, 4), True)])
 def test_a_worker_that_asks_for_more_than_is_open_is_answered_at_once(asks, is_answered):
-    part = Part({7: (2, [recv(5, 1)])}, heard={2})
+    part = Part({7: (2, [recv(5, 1)])}, announced_by={2})
     part.protocol.received(1, Parcel(is_first=True, asks=asks))
     part.run()
     assert part.protocol.post() == ([(1, Parcel([], True, [5]))] if is_answered else [])
 
 
 def test_a_worker_that_was_written_to_is_not_answered_again():
-    part = Part({7: (2, [recv(5, 1)])}, heard={2}, told={1})
+    part = Part({7: (2, [recv(5, 1)])}, announced_by={2}, announced_to={1})
     part.protocol.received(1, Parcel(is_first=True, asks=(2, 9)))
     assert part.protocol.post() == []
 
@@ -168,7 +168,7 @@ def test_sends_after_the_cutoff_get_nothing_and_are_not_announced():
 
 def test_a_recv_is_answered_for_when_all_that_leads_to_it_has_run():
     received = recv(3, 1, stamp=9)
-    part = Part({5: (2, [Node(received)]), 6: (2, [Node(received)])}, cutoff=9, heard={2})
+    part = Part({5: (2, [Node(received)]), 6: (2, [Node(received)])}, cutoff=9, announced_by={2})
     part.protocol.received(2, Parcel([(6, ["g"])]))
     part.run()
     assert part.protocol.post() == []
@@ -179,7 +179,7 @@ def test_a_recv_is_answered_for_when_all_that_leads_to_it_has_run():
 
 def test_a_region_that_leads_to_no_recv_waits_for_the_one_it_leads_into():
     shared = Node(recv(3, 1))
-    part = Part({5: (2, [shared]), 6: (2, [Node(shared)])}, heard={2})
+    part = Part({5: (2, [shared]), 6: (2, [Node(shared)])}, announced_by={2})
     part.protocol.received(2, Parcel([(6, ["g"])]))
     assert part.run() == []
     part.protocol.received(2, Parcel([(5, ["h"])]))
@@ -190,7 +190,7 @@ def test_a_region_that_leads_to_no_recv_waits_for_the_one_it_leads_into():
 
 def test_one_that_leads_to_a_recv_does_not_wait():
     shared, received = Node(Leaf()), recv(3, 1)
-    part = Part({5: (2, [shared]), 6: (2, [Node(shared, received)])}, heard={2})
+    part = Part({5: (2, [shared]), 6: (2, [Node(shared, received)])}, announced_by={2})
     part.protocol.received(2, Parcel([(6, ["g"])]))
     (run,) = part.run()
     assert run.may_cross
@@ -200,11 +200,11 @@ def test_one_that_leads_to_a_recv_does_not_wait():
 def test_a_graph_that_another_pass_freed_is_an_error_only_if_gradients_get_there():
     received = recv(3, 1, stamp=1)
     received.record.spent_by = 0
-    part = Part({5: (2, [Node(received)])}, heard={2})
+    part = Part({5: (2, [Node(received)])}, announced_by={2})
     part.protocol.received(2, Parcel([(5, ["g"])]))
     with pytest.raises(AutogradError, match="second time"):
         part.run()
-    part = Part({5: (2, [Node(received)])}, heard={2})
+    part = Part({5: (2, [Node(received)])}, announced_by={2})
     part.protocol.received(2, Parcel(ids=[5]))
     part.run()
     assert part.protocol.post() == [(1, Parcel([], True, []))]

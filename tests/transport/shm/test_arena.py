@@ -17,7 +17,7 @@ from arpc.testing.endpoints import turns_until
 from arpc.transport.shm import Arena, open_arena
 from arpc.transport.shm import arena as arena_module
 from arpc.transport.shm.borrowing import Borrowings
-from arpc.transport.shm.mapping import ArenaFile, Offer, is_supported
+from arpc.transport.shm.mapping import ArenaFile, ArenaOffer, is_supported
 from tests.descriptors import open_descriptors
 from tests.transport.shm.sharing import KIB, MIB, sharing
 
@@ -234,7 +234,7 @@ async def test_what_a_killed_lender_leaves_is_what_is_held():
     process = subprocess.Popen((sys.executable, "-c", LENDER), stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         kept, other = int(process.stdout.readline()), int(process.stdout.readline())
-        offer = msgspec.json.decode(process.stdout.readline(), type=Offer)
+        offer = msgspec.json.decode(process.stdout.readline(), type=ArenaOffer)
         descriptor = os.open(f"/proc/{offer.pid}/fd/{offer.fd}", os.O_RDWR)
         borrowed = borrowings.map(7, offer)
         (view,) = borrowed.borrow([kept], [MIB])

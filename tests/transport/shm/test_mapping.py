@@ -11,7 +11,7 @@ import sys
 import pytest
 
 from arpc.transport.shm.blocks import PAGE_BYTES
-from arpc.transport.shm.mapping import ArenaFile, MappedArena, Offer, UnmappableError, is_supported
+from arpc.transport.shm.mapping import ArenaFile, ArenaOffer, MappedArena, UnmappableError, is_supported
 from arpc.wire.values.raw_memory import view_of
 from tests.descriptors import open_descriptors
 
@@ -91,14 +91,14 @@ def test_an_offer_that_leads_elsewhere(file, tmp_path):
     os.pwrite(unsealed, offer.token, 0)
     with ordinary.open("rb") as opened:
         for wrong, reason in (
-            (Offer(offer.pid, opened.fileno(), 100, offer.token), "is not an arena"),
-            (Offer(offer.pid, 9999, offer.size_bytes, offer.token), "cannot be opened"),
-            (Offer(1 << 40, offer.fd, offer.size_bytes, offer.token), "cannot be opened"),
-            (Offer(-1, offer.fd, offer.size_bytes, offer.token), "cannot be opened"),
-            (Offer(offer.pid, offer.fd, offer.size_bytes, bytes(32)), "of somebody else"),
-            (Offer(offer.pid, offer.fd, offer.size_bytes, b""), "of somebody else"),
-            (Offer(offer.pid, offer.fd, offer.size_bytes + 1, offer.token), "could shrink"),
-            (Offer(offer.pid, unsealed, offer.size_bytes, offer.token), "could shrink"),
+            (ArenaOffer(offer.pid, opened.fileno(), 100, offer.token), "is not an arena"),
+            (ArenaOffer(offer.pid, 9999, offer.size_bytes, offer.token), "cannot be opened"),
+            (ArenaOffer(1 << 40, offer.fd, offer.size_bytes, offer.token), "cannot be opened"),
+            (ArenaOffer(-1, offer.fd, offer.size_bytes, offer.token), "cannot be opened"),
+            (ArenaOffer(offer.pid, offer.fd, offer.size_bytes, bytes(32)), "of somebody else"),
+            (ArenaOffer(offer.pid, offer.fd, offer.size_bytes, b""), "of somebody else"),
+            (ArenaOffer(offer.pid, offer.fd, offer.size_bytes + 1, offer.token), "could shrink"),
+            (ArenaOffer(offer.pid, unsealed, offer.size_bytes, offer.token), "could shrink"),
         ):
             with pytest.raises(UnmappableError, match=reason):
                 MappedArena(wrong)

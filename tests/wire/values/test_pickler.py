@@ -373,8 +373,8 @@ def test_a_pickle_keeps_nothing_if_its_end_cannot_be_told():
     class Told:
         """Its reducer wants to hear of the end of the pickle."""
 
-    def reduce(_: Any, parcel: Any) -> tuple[Any, ...]:
-        parcel.packed.append(Unpicklable().__reduce__)
+    def reduce(_: Any, pickling: Any) -> tuple[Any, ...]:
+        pickling.packed.append(Unpicklable().__reduce__)
         return str, ()
 
     gc.disable()
@@ -404,7 +404,7 @@ def test_tensors_and_numbers_side_by_side_arrive(make, is_alone):
 
 
 def test_functions_that_a_reducer_declines_travel_by_value():
-    def decline(function: Any, parcel: Any) -> Any:
+    def decline(function: Any, pickling: Any) -> Any:
         return NotImplemented
 
     pickler = Pickler({FunctionType: decline})

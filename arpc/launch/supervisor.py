@@ -1,13 +1,14 @@
-"""The keeper: the parent process of the workers of one launch, so that none of them is ever left behind.
+"""The supervisor: the parent process of the workers of one launch, so that none of them is ever left behind.
 
-`arpc.launch.keeping` runs it as a script. It imports the standard library only and so is up within milliseconds. It
-receives orders to start and signal workers over a socket, and reports when they end. When the socket closes, because
-the launcher is done or was killed by whatever means, the keeper ends all remaining processes and then itself. On Linux
-it adopts orphans, so that these include processes that workers started and that left their process groups; and if the
-keeper itself is killed, the kernel kills the workers.
+`arpc.launch.supervisor_process` runs it as a script. It imports the standard library only and so is up within
+milliseconds. It receives orders to start and signal workers over a socket, and reports when they end. When the socket
+closes, because the launcher is done or was killed by whatever means, the supervisor ends all remaining processes and
+then itself. On Linux it adopts orphans, so that these include processes that workers started and that left their
+process groups; and if the supervisor itself is killed, the kernel kills the workers.
 
-On request the keeper starts the template, a process from which workers are forked, see `arpc.launch.template`. It never
-depends on the template: if that dies, refuses, hangs or takes too long, workers are started as if there were none.
+On request the supervisor starts the template, a process from which workers are forked, see `arpc.launch.template`. It
+never depends on the template: if that dies, refuses, hangs or takes too long, workers are started as if there were
+none.
 
 Messages are lines of JSON, sent together with the file descriptors that they need.
 """
@@ -51,7 +52,7 @@ STOPPED_LOOKS = 2
 KILL_S = 1.0
 """Seconds to wait for a template that was killed: one that is stuck in the kernel may never end."""
 SPARE_DESCRIPTORS = 32
-"""The most file descriptors that the keeper itself needs."""
+"""The most file descriptors that the supervisor itself needs."""
 CANNOT_START = 127
 
 if sys.platform == "linux":
@@ -94,7 +95,7 @@ class Forked:
     returncode: int | None = None
 
 
-class Keeper:
+class Supervisor:
     """Starts, signals and reaps workers, which are identified by their ranks."""
 
     def __init__(self, control: socket.socket, directory: Path | None) -> None:
@@ -432,14 +433,14 @@ class Keeper:
 
 
 class Template:
-    """The keeper's end of the process that workers are forked from. It forks one worker at a time."""
+    """The supervisor's end of the process that workers are forked from. It forks one worker at a time."""
 
     def __init__(self, process: subprocess.Popen[bytes], line: socket.socket, environment: dict[str, str]) -> None:
         self.process = process
         self.line = line
         self.received = b""
         self.is_warm = False
-        self.pulse = Pulse(process.pid)
+        self.pulse = ActivityMonitor(process.pid)
         self.waiting: deque[Start] = deque()
         self.forking: Start | None = None
         self.permit = -1
@@ -449,7 +450,7 @@ class Template:
         self._environment = environment
 
     def has_room_for(self, start: Start) -> bool:
-        """Whether one more worker may wait: each keeps descriptors open, and the keeper must not run out of them."""
+        """Whether one more worker may wait: each has descriptors open, and the supervisor must not run out."""
         kept = sum(len(waiting.descriptors) for waiting in (*self.waiting, start))
         limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
         return limit == resource.RLIM_INFINITY or kept + SPARE_DESCRIPTORS <= limit
@@ -461,14 +462,14 @@ class Template:
             "command": start.command,
             "environment": {n: value for n, value in wanted.items() if value != self._environment.get(n)},
             "session": start.session,
-            "keeper": os.getpid(),
+            "supervisor": os.getpid(),
         }
         data = json.dumps(order).encode() + b"\n"
         socket.send_fds(self.line, [data[:1]], [*start.streams, permission])
         self.line.sendall(data[1:])
 
 
-class Pulse:
+class ActivityMonitor:
     """Checks whether a process does anything: uses a CPU, reads, or waits for a disk. One that only sleeps may hang.
 
     It counts checks instead of time, which also passes while this process itself is stopped.
@@ -509,15 +510,15 @@ def _merged(environment: dict[str, str | None]) -> dict[str, str]:
 
 
 def _prepare_worker() -> None:
-    """Reset signal handlers, and die with the keeper. Runs in the child before it executes the worker's command."""
+    """Reset signal handlers, and die with the supervisor. Runs in the child before it executes the worker's command."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_DFL)
     if _prctl is not None:
-        keeper = os.getppid()
+        supervisor = os.getppid()
         _prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != keeper:  # the keeper died before the prctl
+        if os.getppid() != supervisor:  # the supervisor died before the prctl
             os._exit(CANNOT_START)
 
 
 if __name__ == "__main__":
-    Keeper(socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2]) if sys.argv[2:] else None).run()
+    Supervisor(socket.socket(fileno=int(sys.argv[1])), Path(sys.argv[2]) if sys.argv[2:] else None).run()

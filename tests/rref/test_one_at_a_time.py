@@ -6,7 +6,7 @@ import threading
 import pytest
 
 import arpc
-from arpc.rref.turns import Turns
+from arpc.rref.one_at_a_time import MethodQueues
 from arpc.testing import Cluster
 
 
@@ -85,7 +85,7 @@ class OneMethod(Base):
 
 
 def is_idle(worker: arpc.Worker) -> bool:
-    return worker.keep(Turns).is_idle
+    return worker.keep(MethodQueues).is_idle
 
 
 @pytest.mark.parametrize("method", ["add", "add_later"])

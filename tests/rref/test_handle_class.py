@@ -8,7 +8,7 @@ import pytest
 
 import arpc
 from arpc.agent.scope import WorkerScope, current_scope
-from arpc.rref.context import Skin
+from arpc.rref.context import HandleClass
 from arpc.rref.reducer import bare, reduce_rref
 from arpc.testing import cluster
 
@@ -28,9 +28,9 @@ async def value_of(rref: object) -> Any:
 
 def dress(worker: arpc.Worker) -> None:
     context = worker.rref_context
-    context.skin = Skin(Dressed, Dressed, lambda dressed: dressed.handle)
+    context.handle_class = HandleClass(Dressed, Dressed, lambda dressed: dressed.handle)
     reducers = worker.agent.codec.pickler._reducers
-    reducers[Dressed] = lambda dressed, parcel: reduce_rref(context, dressed.handle, parcel)
+    reducers[Dressed] = lambda dressed, pickling: reduce_rref(context, dressed.handle, pickling)
 
 
 async def test_each_worker_sees_rrefs_in_its_own_form() -> None:

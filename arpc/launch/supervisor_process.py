@@ -1,4 +1,4 @@
-"""The launcher's end of the keeper: starts workers, signals them and receives their exit codes."""
+"""The launcher's end of the supervisor: starts workers, signals them and receives their exit codes."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import Final, Self, TypeAlias
 
 from arpc.errors import ConfigurationError
-from arpc.launch.forking import can_fork, makes_no_difference, shared_environment, template_command
+from arpc.launch.forking import can_fork, can_fork_worker, shared_environment, template_command
 
-__all__ = ["Exited", "Keeper", "KeeperLost", "News", "NotForked", "Started"]
+__all__ = ["Exited", "News", "NotForked", "Started", "SupervisorLost", "SupervisorProcess"]
 
-SCRIPT: Final = Path(__file__).with_name("keeper.py")
+SCRIPT: Final = Path(__file__).with_name("supervisor.py")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,8 +40,8 @@ class Exited:
 
 
 @dataclass(frozen=True, slots=True)
-class KeeperLost:
-    """The keeper was killed, and with it the workers."""
+class SupervisorLost:
+    """The supervisor was killed, and with it the workers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +51,10 @@ class NotForked:
     problem: str
 
 
-News: TypeAlias = Started | Exited | KeeperLost | NotForked
+News: TypeAlias = Started | Exited | SupervisorLost | NotForked
 
 
-class Keeper:
+class SupervisorProcess:
     """The parent of the workers, a process of its own. `open` starts it; after `aclose` no process is left."""
 
     def __init__(
@@ -69,13 +69,13 @@ class Keeper:
         """The task that holds the lock until an order is sent. `aclose` sends one more order, and so waits for it."""
         self._template_environment: Mapping[str, str | None] | None = None
         self._pids: dict[int, int] = {}
-        self._reading = asyncio.create_task(self._read(), name="arpc-launch-keeper")
+        self._reading = asyncio.create_task(self._read(), name="arpc-launch-supervisor")
 
     @classmethod
     async def open(cls, listener: Callable[[News], None], directory: Path | None = None) -> Self:
-        """Start a keeper. The listener is called with each event; `KeeperLost` is the last one.
+        """Start a supervisor. The listener is called with each event; `SupervisorLost` is the last one.
 
-        The keeper removes the directory, which may contain only files, if this process dies before `aclose`.
+        The supervisor removes the directory, which may contain only files, if this process dies before `aclose`.
         Raises `ConfigurationError` on a system without unix sockets.
         """
         if not hasattr(socket, "send_fds"):
@@ -110,7 +110,7 @@ class Keeper:
         sets for each. If they cannot be forked, this does nothing.
         """
         shared = shared_environment(environment)
-        if can_fork() and makes_no_difference(command, environment, shared):
+        if can_fork() and can_fork_worker(command, environment, shared):
             self._template_environment = shared
             await self._order({"template": template_command(command), "environment": dict(self._template_environment)})
 
@@ -138,10 +138,7 @@ class Keeper:
             "directory": directory,
             "input": stdin is not None,
             "session": session,
-            "fork": fork
-            and directory is None
-            and shared is not None
-            and makes_no_difference(command, environment, shared),
+            "fork": fork and directory is None and shared is not None and can_fork_worker(command, environment, shared),
         }
         await self._order(order, output if stdin is None else (stdin, *output))
 
@@ -152,13 +149,13 @@ class Keeper:
     async def end_all(self) -> None:
         """End every process that workers have left behind. Returns when none is left."""
         if self._reading.done():
-            return  # the keeper is gone, and so are its processes
+            return  # the supervisor is gone, and so are its processes
         self._ended.clear()
         await self._order({"end": True})
         await self._ended.wait()
 
     async def aclose(self) -> None:
-        """End all processes, the keeper last. A cancellation takes effect afterwards: closing takes moments."""
+        """End all processes, the supervisor last. A cancellation takes effect afterwards: closing takes moments."""
         closing = asyncio.ensure_future(self._close())
         cancelled: asyncio.CancelledError | None = None
         while not closing.done():
@@ -189,7 +186,7 @@ class Keeper:
         except BaseException as error:
             self._ordering.release()
             if isinstance(error, OSError):
-                return  # the keeper is gone, and `_read` reports it
+                return  # the supervisor is gone, and `_read` reports it
             raise
         # A cancellation from here on does not stop the order: half an order would corrupt the next one
         self._sending = asyncio.create_task(self._send(data))
@@ -220,12 +217,12 @@ class Keeper:
                 for line in lines:
                     self._hear(json.loads(line))
         for pid in self._pids.values():
-            # the kernel has killed the workers along with the keeper, but not the processes that they started
+            # the kernel has killed the workers along with the supervisor, but not the processes that they started
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(pid, signal.SIGKILL)
         self._pids.clear()
         self._ended.set()
-        self._listener(KeeperLost())
+        self._listener(SupervisorLost())
 
     def _hear(self, news: Mapping[str, object]) -> None:
         match news:

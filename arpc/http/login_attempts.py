@@ -5,14 +5,14 @@ from __future__ import annotations
 import ipaddress
 from typing import Final
 
-__all__ = ["Guesses"]
+__all__ = ["LoginAttempts"]
 
 _PER_ADDRESS: Final = 8
 _ADDRESSES: Final = 1024
 _IPV6_PREFIX_BITS: Final = 64  # the network of one customer of a provider, who can connect from any address in it
 
 
-class Guesses:
+class LoginAttempts:
     """Logins in progress, by the address that they come from.
 
     The table is bounded. When it is full, the address that has been in it longest is removed: a client that guesses

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 from arpc.agent.server.dispatcher import Dispatcher
 from arpc.agent.server.functions import Function, Mode, name_of
 
-__all__ = ["Turns", "one_at_a_time", "takes_turns"]
+__all__ = ["MethodQueues", "is_one_at_a_time", "one_at_a_time"]
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -57,11 +57,11 @@ def _takes_turns(kind: type, name: str) -> bool:
     return getattr(kind, _MARK, False) is True or getattr(getattr(kind, name, None), _MARK, False) is True
 
 
-takes_turns: Callable[[type, str], bool] = lru_cache(maxsize=1024)(_takes_turns)
+is_one_at_a_time: Callable[[type, str], bool] = lru_cache(maxsize=1024)(_takes_turns)
 """Whether calls of a method of a class run one at a time. Cached, since every method call looks it up."""
 
 
-class Turns:
+class MethodQueues:
     """The queues of one worker, by object. An object has one only while calls of it run or wait."""
 
     def __init__(self) -> None:

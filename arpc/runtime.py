@@ -51,8 +51,8 @@ from arpc.rref.report import (
 )
 from arpc.transport.buffer_pool import BufferPool
 from arpc.transport.busy_poll import BusyPoll
-from arpc.transport.connection import Transport
 from arpc.transport.connection_limits import ConnectionLimits
+from arpc.transport.contract import Transport
 from arpc.transport.shm import Arena, empty_shared, open_arena, shared
 from arpc.transport.sockets import Resources, TcpTransport, UnixTransport
 from arpc.transport.tls import TlsTransport

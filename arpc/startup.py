@@ -46,7 +46,7 @@ from arpc.rref.handle import RRef
 from arpc.rref.reducer import reduce_rref
 from arpc.runtime import Worker
 from arpc.torchscript import kinds
-from arpc.transport.connection import Transport
+from arpc.transport.contract import Transport
 from arpc.transport.in_process import MemoryNetwork
 from arpc.transport.shm import FEATURE
 from arpc.wire.handshake import Identity

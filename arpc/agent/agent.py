@@ -39,7 +39,8 @@ from arpc.errors import NotAllowedError, OverloadedError, ProtocolError, WireErr
 from arpc.group.membership import WorkerRecord
 from arpc.ids import WorkerInfo
 from arpc.options import RpcOptions
-from arpc.transport.connection import Connection, Transport
+from arpc.transport.connection import Connection
+from arpc.transport.contract import Transport
 from arpc.transport.timerfd import CallAt, alarms_of
 from arpc.wire.handshake import Identity
 from arpc.wire.messages import (

@@ -20,7 +20,8 @@ from arpc.agent.server.remote_exceptions import rebuild_failure
 from arpc.errors import ConfigurationError, WireError, WorkerLostError
 from arpc.ids import WorkerInfo
 from arpc.options import RpcOptions
-from arpc.transport.connection import Connection, Transport
+from arpc.transport.connection import Connection
+from arpc.transport.contract import Transport
 from arpc.transport.sockets import TcpTransport, UnixTransport, is_loopback, split_tcp
 from arpc.transport.tls import TlsTransport
 from arpc.wire.frames import Limits, frame

@@ -7,7 +7,8 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Final, NamedTuple, Self
 
-from arpc.transport.connection import Connection, Listener, Transport
+from arpc.transport.connection import Connection
+from arpc.transport.contract import Listener, Transport
 from arpc.wire.frames import Limits, frame
 from arpc.wire.handshake import Handshake, Identity, Role
 from arpc.wire.messages import Message, MessageType

@@ -14,7 +14,9 @@ from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeVar, cast, get_args
 
 from arpc.errors import ConfigurationError, WireError
-from arpc.transport.connection import Accept, BulkSend, Connection, Listener, Receiver, Transport
+from arpc.transport.bulk import BulkSend
+from arpc.transport.connection import Connection
+from arpc.transport.contract import Accept, Listener, Receiver, Transport
 from arpc.wire.messages import Message, MessageType
 from arpc.wire.protocol import Protocol
 from arpc.wire.values.content import Content

@@ -14,7 +14,7 @@ from arpc.errors import ConfigurationError
 from arpc.options import RpcOptions
 from arpc.runtime import Worker
 from arpc.startup import start_worker
-from arpc.transport.connection import Transport
+from arpc.transport.contract import Transport
 from arpc.transport.in_process import MemoryNetwork
 
 __all__ = ["Cluster", "cluster"]

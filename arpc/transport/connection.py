@@ -1,4 +1,4 @@
-"""The contract of a transport, and the code that all connections share.
+"""The code that all connections share, whichever transport they belong to.
 
 A `Connection` carries frames between two workers. It owns a `wire.protocol.Protocol` that parses its input, gathers
 the small frames of one loop turn into one write, and sends large tensors in chunks between them.
@@ -8,34 +8,27 @@ of them, one of the two CPUs would always be idle. So frames for such a peer are
 frames as the last read has brought: the peer handles the first portion while this side makes the next. The side with
 more work finds more frames in each of its reads, and so writes least often. On one CPU the fewer writes there are the
 better.
-
-Errors. `Transport.connect`, or `Connection.wait_opened` after it, raises `OSError` (no such address, refused),
-`ConfigurationError` (a malformed address), `HandshakeError` or `ProtocolError` (the peer is not a worker of this
-group), or `ConnectionClosedError`; timeouts are left to the caller. `Connection.send` raises `ConnectionClosedError`
-once the connection is closed; nothing else. `Transport.listen` raises `OSError` (the address is taken, or not
-permitted) and `ConfigurationError`. The end of a connection is reported once, to `Receiver.connection_lost`; if
-`connect` raises, the receiver may get no call at all.
 """
 
 from __future__ import annotations
 
 import asyncio
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from enum import IntEnum, auto
-from typing import TYPE_CHECKING, Any, Final, TypeVar
-from typing import Protocol as TypingProtocol
+from typing import TYPE_CHECKING, Any, Final
 
 from arpc.errors import ConnectionClosedError, HandshakeError, WireError
 from arpc.log import get_logger
-from arpc.transport.bulk import SMALL_MESSAGE_BYTES, BulkQueue, BulkSend
+from arpc.transport.announced_schemas import AnnouncedSchemas
+from arpc.transport.bulk import BulkQueue, BulkSend
 from arpc.transport.connection_limits import HANDSHAKE_S, ConnectionLimits
+from arpc.transport.contract import Receiver
 from arpc.transport.write_lock import WriteLock
 from arpc.wire.frames import HEADER_BYTES, ONE_OFF, frame, pack_header
 from arpc.wire.handshake import Identity
 from arpc.wire.messages import Message, MessageType
-from arpc.wire.protocol import MAX_SCHEMA_BYTES, MAX_SCHEMAS, Protocol, State
+from arpc.wire.protocol import Protocol, State
 from arpc.wire.values.content import Content
 from arpc.wire.values.schemas import Schema
 
@@ -43,7 +36,7 @@ if TYPE_CHECKING:
     from arpc.transport.shm import Channel
     from arpc.transport.striping import Lanes
 
-__all__ = ["SMALL_MESSAGE_BYTES", "BulkSend", "Connection", "Listener", "Receiver", "Transport"]
+__all__ = ["Connection", "Phase"]
 
 logger = get_logger("arpc.transport")
 
@@ -51,35 +44,12 @@ _DATA: Final = int(MessageType.DATA)
 _DROP_DATA: Final = int(MessageType.DROP_DATA)
 _LENT: Final = int(MessageType.LENT)
 _SCHEMA: Final = int(MessageType.SCHEMA)
-_USES_TO_ANNOUNCE: Final = 2
 _FEWEST_A_WRITE: Final = 2
 _MOST_A_WRITE: Final = 32
 _READS_PER_CHECK: Final = 64
 """The reads of several messages between two checks whether the peer is on the same CPU: processes rarely move."""
 # How long a side that has sent GOODBYE waits for the peer to close, once no bytes move any more
 _LINGER_S: Final = 2.0
-
-
-class Receiver(TypingProtocol):
-    """The callbacks of a connection.
-
-    They are called on the loop. An exception in one ends the connection, and is logged unless it is a `WireError` or an
-    `OSError`.
-    """
-
-    def connection_opened(self, connection: Connection) -> None:
-        """Called when the handshake is done: ``connection.peer`` is the peer's identity."""
-
-    def messages_received(self, connection: Connection, messages: list[Message]) -> None: ...
-
-    def connection_lost(self, connection: Connection, error: Exception | None) -> None:
-        """The last callback of a connection, called exactly once, whether it was ever open or not.
-
-        ``error`` is None if it was closed on purpose, by this side or by a GOODBYE of the peer.
-        """
-
-    def output_drained(self, connection: Connection) -> None:
-        """Called when there is room again, after `Connection.is_congested` or `Connection.is_behind` was true."""
 
 
 class Phase(IntEnum):
@@ -126,9 +96,8 @@ class Connection(ABC):
         """Whether the peer takes bytes of this connection alone, without its lanes, more slowly than they are sent."""
         self.bytes_received = self.bytes_sent = 0
         self.frames_sent = self.writes = 0
-        self._schemas: dict[Schema, int] = {}
+        self._schemas = AnnouncedSchemas()
         """The numbers of the schemas announced to the peer. Threads read it, see `frame_in_thread`."""
-        self._schema_bytes = 0
         self._handshake_ended = asyncio.Event()
         self._closed = asyncio.Event()
         self._out = protocol.output
@@ -217,7 +186,7 @@ class Connection(ABC):
         """Send one message of any kind. Returns the `BulkSend` of its large tensors, None if it has none."""
         schema, number = content.schema, 0
         if schema is not None:
-            number = self._schemas.get(schema) or self._number(schema)
+            number = self._schemas.get(schema) or self._announce(schema)
         data = content.framed(type_, flags, id_, arg, timeout_ms, number)
         if content.buffers:
             return self.send_bulk(data, content.buffers)
@@ -231,31 +200,20 @@ class Connection(ABC):
             return None
         if schema is not None:
             number = self._schemas.get(schema, ONE_OFF)
-            if number == ONE_OFF and self._is_worth_announcing(schema):
+            if number == ONE_OFF and self._schemas.accepts(schema):
                 return None  # the loop announces it
         return content.framed(type_, 0, id_, 0, 0, number)
 
-    def _number(self, schema: Schema) -> int:
+    def _announce(self, schema: Schema) -> int:
         """Return the number of a schema, which is announced first if it is used again and again; else `ONE_OFF`."""
-        if not self._is_worth_announcing(schema) or not self.is_open:
+        if not self._schemas.accepts(schema) or not self.is_open:
             return ONE_OFF
         # Written at once, before any thread can see the number: threads that send must not overtake it
         self.flush()
         if self._phase is not Phase.SENDING:
             return ONE_OFF
-        number = len(self._schemas) + 1
-        self._write(frame(_SCHEMA, 0, 0, number, 0, schema.table))
-        self._schema_bytes += len(schema.table)
-        self._schemas[schema] = number
-        return number
-
-    def _is_worth_announcing(self, schema: Schema) -> bool:
-        """Whether a schema is used again and again, and the peer takes one more."""
-        return (
-            schema.uses >= _USES_TO_ANNOUNCE
-            and len(self._schemas) < MAX_SCHEMAS
-            and self._schema_bytes + len(schema.table) <= MAX_SCHEMA_BYTES
-        )
+        self._write(frame(_SCHEMA, 0, 0, len(self._schemas) + 1, 0, schema.table))
+        return self._schemas.add(schema)
 
     def _send_now(self, data: bytes) -> None:
         self.send = self._send_later
@@ -625,51 +583,3 @@ class Connection(ABC):
             "unsent_bytes": 0 if self._phase is Phase.ENDED else self.unsent_bytes,
             **({} if self.lanes is None else self.lanes.statistics()),
         }
-
-
-Accept = Callable[[], tuple[Protocol, Receiver]]
-"""Called for each incoming connection; returns its protocol and its receiver."""
-
-C = TypeVar("C", bound=Connection)
-
-
-class Listener(ABC):
-    """An address that peers can connect to."""
-
-    address: str
-    """The address to connect to, with the port or path that was really taken."""
-
-    def __init__(self, accept: Accept, limits: ConnectionLimits | None = None) -> None:
-        self._accept = accept
-        self._limits = limits
-        self._accepted: weakref.WeakSet[Connection] = weakref.WeakSet()
-
-    @abstractmethod
-    async def aclose(self) -> None:
-        """Stop accepting, and abort the connections that are not open yet. The open ones have owners of their own."""
-
-    # -- for kinds of listeners
-
-    def _track(self, connection: C) -> C:
-        """Register an incoming connection."""
-        self._accepted.add(connection)
-        if self._limits is not None:
-            connection.limits = self._limits
-            self._limits.accepted(connection)
-        return connection
-
-    def _abort_handshakes(self) -> None:
-        for connection in [each for each in self._accepted if each.protocol.state is State.HANDSHAKE]:
-            connection.abort(ConnectionClosedError(f"nobody listens on {self.address} any more"))
-
-
-class Transport(ABC):
-    """A way to reach peers, named by the scheme of its addresses."""
-
-    @abstractmethod
-    async def connect(self, address: str, protocol: Protocol, receiver: Receiver) -> Connection:
-        """Return a connection whose handshake has begun; `Connection.wait_opened` waits for its outcome."""
-
-    @abstractmethod
-    async def listen(self, address: str, accept: Accept) -> Listener:
-        """Listen on an address, which may leave the choice of the port or path to the transport."""

@@ -14,7 +14,8 @@ from itertools import count
 from typing import Final
 
 from arpc.errors import ConfigurationError
-from arpc.transport.connection import Accept, Connection, Listener, Phase, Receiver, Transport
+from arpc.transport.connection import Connection, Phase
+from arpc.transport.contract import Accept, Listener, Receiver, Transport
 from arpc.wire.protocol import Protocol
 
 __all__ = ["MemoryConnection", "MemoryNetwork", "connect_pair"]

@@ -24,8 +24,9 @@ from urllib.parse import urlsplit
 from arpc.errors import ConfigurationError, HandshakeError, WireError
 from arpc.transport.buffer_pool import BufferPool
 from arpc.transport.busy_poll import BusyPoll, can_run_at_once
-from arpc.transport.connection import Accept, Connection, Listener, Phase, Receiver, Transport
+from arpc.transport.connection import Connection, Phase
 from arpc.transport.connection_limits import ConnectionLimits
+from arpc.transport.contract import Accept, Listener, Receiver, Transport
 from arpc.transport.forked_children import close_in_children
 from arpc.transport.shm import Arena, Channel
 from arpc.transport.write_lock import WriteLock, write_pieces

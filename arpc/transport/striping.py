@@ -11,7 +11,8 @@ from __future__ import annotations
 from typing import Final
 
 from arpc.errors import ConnectionClosedError, WireError
-from arpc.transport.connection import BulkSend, Connection
+from arpc.transport.bulk import BulkSend
+from arpc.transport.connection import Connection
 from arpc.wire.frames import CHUNK_BYTES, pack_header
 from arpc.wire.messages import Message, MessageType
 from arpc.wire.protocol import State

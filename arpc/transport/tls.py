@@ -16,7 +16,8 @@ from typing import Final, cast
 
 from arpc.errors import AuthenticationError, HandshakeError
 from arpc.tls import TLS, CertifiedNames
-from arpc.transport.connection import Phase, Receiver
+from arpc.transport.connection import Phase
+from arpc.transport.contract import Receiver
 from arpc.transport.sockets import NO_RESOURCES, Resources, StreamConnection, TcpTransport
 from arpc.wire.protocol import Protocol
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from arpc.transport.connection import BulkSend
+from arpc.transport.bulk import BulkSend
 
 __all__ = ["BusySharedMemory"]
 

@@ -9,7 +9,7 @@ import pytest
 
 from arpc.testing.conformance import TransportConformance
 from arpc.transport.busy_poll import BusyPoll
-from arpc.transport.connection import Transport
+from arpc.transport.contract import Transport
 from arpc.transport.in_process import MemoryNetwork
 from arpc.transport.shm.mapping import is_supported
 from arpc.transport.sockets import Resources, StreamConnection, TcpTransport, UnixTransport

@@ -12,8 +12,10 @@ import torch
 
 from arpc.errors import ConnectionClosedError, HandshakeError, ProtocolError, WireError
 from arpc.testing.endpoints import FAR, LIMITS, NEAR, Endpoint, bulk_frame, small_frame, turns_until
+from arpc.transport import announced_schemas
 from arpc.transport import connection as base
-from arpc.transport.connection import BulkSend, Connection
+from arpc.transport.bulk import BulkSend
+from arpc.transport.connection import Connection
 from arpc.wire.frames import CHUNK_BYTES, HEADER, HEADER_BYTES, ONE_OFF, Header, frame
 from arpc.wire.handshake import Handshake, Role
 from arpc.wire.messages import Message, MessageType
@@ -673,7 +675,7 @@ async def test_large_tensors_follow_a_message_whose_schema_was_announced():
 
 
 async def test_no_more_schemas_are_announced_than_a_peer_takes(monkeypatch):
-    monkeypatch.setattr(base, "MAX_SCHEMAS", 2)
+    monkeypatch.setattr(announced_schemas, "MAX_SCHEMAS", 2)
     connection, _ = await opened()
     packer = Packer(1 << 20)
     for size in (1, 2, 3, 4):
@@ -689,7 +691,7 @@ async def test_no_more_schemas_are_announced_than_a_peer_takes(monkeypatch):
 async def test_no_more_is_announced_than_a_peer_takes(monkeypatch):
     packer = Packer(1 << 20)
     tensors = [packed(packer, torch.ones(size)) for _ in range(2) for size in (1, 2, 3)]
-    monkeypatch.setattr(base, "MAX_SCHEMA_BYTES", sum(len(each.schema.table) for each in tensors[:2]))
+    monkeypatch.setattr(announced_schemas, "MAX_SCHEMA_BYTES", sum(len(each.schema.table) for each in tensors[:2]))
     connection, _ = await opened()
     for each in tensors * 2:
         send_tensors(connection, each)

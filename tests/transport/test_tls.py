@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 from arpc.errors import AuthenticationError, HandshakeError, WireError
 from arpc.testing.endpoints import Endpoints, small_frame, turns_until
 from arpc.tls import TLS
-from arpc.transport.connection import Transport
+from arpc.transport.contract import Transport
 from arpc.transport.sockets import TcpTransport, split_tcp
 from arpc.transport.tls import SecureConnection, TlsTransport
 from tests.certificates import authority, tls_for

@@ -11,7 +11,8 @@ from arpc.agent.client.deadlines import NEVER, Deadlines
 from arpc.agent.client.streams import ItemOrder
 from arpc.agent.server.functions import name_of
 from arpc.options import UNSET, Unset
-from arpc.transport.connection import BulkSend, Connection
+from arpc.transport.bulk import BulkSend
+from arpc.transport.connection import Connection
 from arpc.wire.messages import MessageType
 from arpc.wire.metadata import Metadata
 from arpc.wire.values.content import Content

@@ -26,7 +26,8 @@ from arpc.errors import ProtocolError, WireError
 from arpc.group.membership import WorkerRecord
 from arpc.ids import WorkerInfo
 from arpc.log import get_logger
-from arpc.transport.connection import Connection, Listener, Transport
+from arpc.transport.connection import Connection
+from arpc.transport.contract import Listener, Transport
 from arpc.transport.in_process import connect_pair
 from arpc.wire.handshake import Identity, Refused, Role
 from arpc.wire.messages import Refusal

@@ -14,7 +14,8 @@ import msgspec
 from arpc.errors import ArpcError, WireError
 from arpc.group.membership import WorkerRecord
 from arpc.options import RpcOptions
-from arpc.transport.connection import Connection, Receiver, Transport
+from arpc.transport.connection import Connection
+from arpc.transport.contract import Receiver, Transport
 from arpc.transport.sockets import is_loopback, split_tcp
 from arpc.wire import protocol as wire
 from arpc.wire.frames import Limits

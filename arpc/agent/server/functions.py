@@ -10,7 +10,7 @@ from types import FunctionType
 from typing import Any, Final, NamedTuple, TypeVar
 
 from arpc.torchjit import ScriptFunction
-from arpc.transport.connection import SMALL_MESSAGE_BYTES
+from arpc.transport.bulk import SMALL_MESSAGE_BYTES
 from arpc.user_errors import is_a, type_name_of
 
 __all__ = [

@@ -10,7 +10,8 @@ from arpc.agent.client.deadlines import NEVER, Deadlines
 from arpc.agent.server.functions import Function
 from arpc.errors import ProtocolError
 from arpc.ids import WorkerInfo
-from arpc.transport.connection import BulkSend, Connection
+from arpc.transport.bulk import BulkSend
+from arpc.transport.connection import Connection
 from arpc.wire.messages import Message
 
 if TYPE_CHECKING:

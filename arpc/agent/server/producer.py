@@ -15,7 +15,8 @@ from arpc import torchstate
 from arpc.agent.server.thread_pool import ThreadPool
 from arpc.errors import ConnectionClosedError
 from arpc.log import get_logger
-from arpc.transport.connection import SMALL_MESSAGE_BYTES, Connection
+from arpc.transport.bulk import SMALL_MESSAGE_BYTES
+from arpc.transport.connection import Connection
 from arpc.user_errors import stack_of, type_name_of
 
 __all__ = ["Producer"]

@@ -7,7 +7,7 @@ from collections.abc import Awaitable, Callable
 from typing import Final
 
 from arpc.testing.endpoints import Endpoints
-from arpc.transport.connection import Transport
+from arpc.transport.contract import Transport
 
 __all__ = ["KIB", "MIB", "Checks", "pattern", "raises", "turns"]
 

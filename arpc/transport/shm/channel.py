@@ -26,7 +26,8 @@ import msgspec
 
 from arpc.errors import ConnectionClosedError, ProtocolError
 from arpc.log import get_logger
-from arpc.transport.connection import BulkSend, Connection
+from arpc.transport.bulk import BulkSend
+from arpc.transport.connection import Connection
 from arpc.transport.shm.arena import Arena, ArenaPlacement
 from arpc.transport.shm.borrowing import BorrowedArena
 from arpc.transport.shm.mapping import ArenaOffer, UnmappableError

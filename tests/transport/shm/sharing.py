@@ -9,7 +9,8 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 from arpc.testing.endpoints import Endpoint, Endpoints, Pair, bulk_frame, turns_until
-from arpc.transport.connection import Accept, Connection, Listener, Receiver, Transport
+from arpc.transport.connection import Connection
+from arpc.transport.contract import Accept, Listener, Receiver, Transport
 from arpc.transport.shm import Arena
 from arpc.transport.sockets import Resources, UnixTransport
 from arpc.wire.protocol import Protocol

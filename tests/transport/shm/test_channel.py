@@ -13,7 +13,7 @@ import pytest
 
 from arpc.errors import ProtocolError
 from arpc.testing.endpoints import bulk_frame, small_frame, turns_until
-from arpc.transport.connection import BulkSend
+from arpc.transport.bulk import BulkSend
 from arpc.transport.shm import channel as channel_module
 from arpc.transport.shm.mapping import ArenaFile, MappedArena, UnmappableError, is_supported
 from arpc.wire.frames import frame

@@ -107,13 +107,29 @@ def test_what_fills_holes_cannot_be_changed():
 
 
 def test_an_array_of_what_is_no_memory_is_refused():
-    for slot in (torch.ones(1), b"12345678", "text"):
-        payload, _ = Pickler().dumps(np.arange(1))
+    payload, _ = Pickler().dumps(np.arange(2000))
+    for slot in (torch.ones(2000), "text"):
         with pytest.raises(NotAllowedError):
             restricted(payload, [slot])
-    payload, _ = Pickler().dumps(np.arange(3))
-    with pytest.raises(NotAllowedError, match="3 items in 8 bytes"):
+    with pytest.raises(NotAllowedError, match="2000 items in 8 bytes"):
         restricted(payload, [memoryview(bytes(8))])
+
+
+def test_a_small_array_whose_memory_is_of_another_size_is_refused():
+    payload, slots = Pickler().dumps(np.arange(3))
+    assert slots == []
+    assert restricted(payload, []).tolist() == [0, 1, 2]
+    with pytest.raises(NotAllowedError, match="4 items in 24 bytes"):
+        restricted(payload.replace(b"K\x03\x85", b"K\x04\x85"), [])
+
+
+def test_a_number_whose_memory_is_of_another_size_is_refused():
+    payload, _ = Pickler().dumps(np.float32(1.5))
+    number = restricted(payload)
+    assert type(number) is np.float32
+    assert number == 1.5
+    with pytest.raises(NotAllowedError, match="1 items in 4 bytes"):
+        restricted(payload.replace(b"<f4", b"<f8"))
 
 
 def test_somebody_else_may_have_the_code(monkeypatch):

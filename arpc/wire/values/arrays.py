@@ -83,12 +83,14 @@ def _from_buffer(memory: Any, dtype: np.dtype[Any], shape: tuple[int, ...], orde
     return flat.reshape(shape, order=order)  # type: ignore[call-overload]
 
 
-def _fill(slot: Any, dtype: str = "", shape: tuple[int, ...] | None = None) -> Any:
-    """Return the content of a hole: a tensor, or an array over the memory that came for it."""
+def _fill(slot: Any, dtype: str = "", shape: tuple[int, ...] | None = ()) -> Any:
+    """Return the content of a hole; with a dtype, an array over that memory; without a shape, the number in it."""
     if not dtype:
         return slot
-    if type(slot) not in {memoryview, PickleBuffer} or shape is None:
+    if type(slot) not in {bytes, bytearray, memoryview, PickleBuffer}:
         raise NotAllowedError(f"a message that makes a numpy array of {kind_of(slot)}")
+    if shape is None:
+        return _scalar(_dtype(dtype), slot)
     return _from_buffer(slot, _dtype(dtype), shape, "C")
 
 
@@ -107,7 +109,7 @@ def set_array_state(made: np.ndarray[Any, Any], state: Any) -> None:
     raise NotAllowedError("an array of objects, or one that does not say what it is of")
 
 
-def _scalar(dtype: np.dtype[Any], data: bytes) -> Any:
+def _scalar(dtype: np.dtype[Any], data: Any) -> Any:
     _check_extent(dtype, (), memoryview(data))
     return np.frombuffer(data, dtype)[0]
 
@@ -119,13 +121,14 @@ _DTYPE_NAME: Final = Check(
 _DTYPE: Final = Check("a dtype", lambda value: isinstance(value, np.dtype))
 _ORDER: Final = Check("an order of dimensions", lambda value: type(value) is str and value in {"C", "F", "K"})
 _AXES: Final = Check("an order of dimensions", lambda value: value is None or SIZES.holds(value))
+_SHAPE: Final = Check("a shape", lambda value: value is None or SIZES.holds(value))
 _EMPTY: Final = Check("the shape (0,)", lambda value: type(value) is tuple and value == (0,))
 _ARRAY_CLASS: Final = Check("numpy.ndarray", lambda value: value is np.ndarray)
 
 
 def _fill_lists() -> None:
     # in `QUICK`, because memory comes in a slot, and a pickle with slots that changes an object is read carefully
-    QUICK[reducing.__name__, "_fill"] = Checked("tensor", _fill, ANYTHING, _DTYPE_NAME, SIZES, required=1)
+    QUICK[reducing.__name__, "_fill"] = Checked("tensor", _fill, ANYTHING, _DTYPE_NAME, _SHAPE, required=1)
     NAMES["numpy", "ndarray"] = np.ndarray
     NAMES["numpy", "dtype"] = Checked("numpy.dtype", _dtype, _DTYPE_NAME, FLAG, FLAG, required=1)
     memory = exactly(bytes, bytearray, memoryview, PickleBuffer)

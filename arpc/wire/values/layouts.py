@@ -88,14 +88,15 @@ class Layout:
             if entry.kind == Kind.PLACED and entry.parts and entry.parts[0].source < 0
         }
         """The device names of the buffers that belong on devices, by the number of the buffer."""
-        self._inline: tuple[Sequence[Any], Sequence[Any], Sequence[Any]] | None = None
-        """Shapes, dtypes and offsets of the tensors, if all of them are inline and built in one step; else None."""
+        self._inline: tuple[Sequence[Any], Sequence[Any], Sequence[Any], Sequence[Any]] | None = None
+        """Shapes, dtypes, offsets, and strides of the tensors, if all are inline and built in one step; else None."""
         self._requiring_grad: Sequence[int] = ()
         """The positions of the tensors among these that require grad."""
-        if all(map(_is_simple, rows)):
-            dtypes, codes, offsets, shapes = zip(*rows, strict=True) if rows else ((), (), (), ())
-            self._inline = shapes, dtypes, offsets
-            self._requiring_grad = [number for number, code in enumerate(codes) if code & Code.REQUIRES_GRAD]
+        simple = [_simple(row, table.inline_bytes) for row in rows]
+        if None not in simple:
+            shapes, dtypes, offsets, strides = zip(*simple, strict=True) if rows else ((), (), (), ())
+            self._inline = shapes, dtypes, offsets, strides
+            self._requiring_grad = [number for number, row in enumerate(rows) if _requires_grad(row)]
 
     def build(self, memory: bytes | bytearray | memoryview, buffers: Sequence[Buffer]) -> list[Any]:
         """Return the tensors of a message, and the memory of other objects. They refer to ``memory`` and ``buffers``.
@@ -107,8 +108,8 @@ class Layout:
             raise ProtocolError("the inline tensors of a message are larger than the message")
         try:
             if self._inline is not None:
-                shapes, dtypes, offsets = self._inline
-                tensors = [*map(_from_numpy, map(_ndarray, shapes, dtypes, repeat(memory), offsets))]
+                shapes, dtypes, offsets, strides = self._inline
+                tensors = [*map(_from_numpy, map(_ndarray, shapes, dtypes, repeat(memory), offsets, strides))]
                 for number in self._requiring_grad:
                     tensors[number].requires_grad_()
                 return tensors
@@ -170,12 +171,36 @@ def _checked_rows(table: Table) -> list[_Row | Entry]:
     return rows
 
 
-def _is_simple(row: _Row | Entry) -> bool:
-    """Whether a row is an inline tensor of a dtype that numpy has."""
-    if isinstance(row, Entry):
-        return False
-    dtype, code, source, _ = row
-    return dtype is not None and code & ~Code.REQUIRES_GRAD < _FIRST_STAND_IN and source >= 0
+def _simple(row: _Row | Entry, inline_bytes: int) -> tuple[Any, ...] | None:
+    """Return shape, dtype, offset and strides of an inline tensor of a dtype that numpy has; None for any other row."""
+    if not isinstance(row, Entry):
+        dtype, code, source, shape = row
+        is_simple = dtype is not None and code & ~Code.REQUIRES_GRAD < _FIRST_STAND_IN and source >= 0
+        return (shape, dtype, source, None) if is_simple else None
+    # a tensor that cannot require grad, although its entry has that flag, is refused by `_Builder`
+    if (
+        row.kind != Kind.STRIDED
+        or row.dtype >= _FIRST_STAND_IN
+        or row.source < 0
+        or row.flags & ~Flag.REQUIRES_GRAD
+        or (row.flags and not DTYPES[row.dtype].is_floating_point)
+    ):
+        return None
+    dtype = NUMPY_DTYPES[row.dtype]
+    _check_inline(row.source, row.span_bytes, inline_bytes)
+    check_strided(row.shape, row.strides, dtype.itemsize, row.span_bytes)
+    return row.shape, dtype, row.source, tuple([stride * dtype.itemsize for stride in row.strides])
+
+
+def _requires_grad(row: _Row | Entry) -> bool:
+    return bool(row.flags & Flag.REQUIRES_GRAD if isinstance(row, Entry) else row[1] & Code.REQUIRES_GRAD)
+
+
+def _check_inline(source: int, size_bytes: int, inline_bytes: int) -> None:
+    """Refuse inline bytes that are not aligned, or not among the inline tensors."""
+    if source & _UNALIGNED:
+        raise ProtocolError("an inline tensor is not aligned")  # torch's operators would crash
+    check_range(source, size_bytes, inline_bytes)
 
 
 def _with_parts(entries: Iterable[Entry]) -> Iterator[Entry]:
@@ -241,9 +266,7 @@ class _Builder:
             if memory.nbytes != size_bytes:
                 raise ProtocolError(f"a buffer of {memory.nbytes} bytes was announced as {size_bytes}")
             return memory
-        if source & _UNALIGNED:
-            raise ProtocolError("an inline tensor is not aligned")
-        check_range(source, size_bytes, self._inline.nbytes)
+        _check_inline(source, size_bytes, self._inline.nbytes)
         return self._inline[source : source + size_bytes]
 
     # -- one method for each kind

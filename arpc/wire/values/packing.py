@@ -93,7 +93,8 @@ class Description:
         """
         if isinstance(slot, PickleBuffer):
             memory = slot.raw()
-            self._spans.append(memory.nbytes)
+            if memory.nbytes > self._inline_limit:
+                self._spans.append(memory.nbytes)
             return Code.BYTES, self._add(memory), (memory.nbytes,)
         try:
             if span is None and stays and (row := self._plain(slot)) is not None:

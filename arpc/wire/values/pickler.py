@@ -38,6 +38,7 @@ from arpc.wire.values.reducers import (
     IS_REGISTERED,
     MAIN_NAMES,
     MEMO,
+    NUMBERS,
     PREFIX,
     DispatchTable,
     HolePickler,
@@ -48,6 +49,7 @@ from arpc.wire.values.reducers import (
     importable_name,
     make_instance,
     reduce_array,
+    reduce_number,
     reduce_tensor_subclass,
     spelled_out,
 )
@@ -258,6 +260,7 @@ class _BufferedPickler:
         self._always: dict[Any, Callable[[Any], Any]] = {
             **kind.dispatch_table,
             np.ndarray: reduce_array,
+            **dict.fromkeys(NUMBERS, reduce_number),
             **{cls: partial(self._reduce_by, reducer) for cls, reducer in reducers.items()},
             Tensor: _tensor_reducer(self._tensors.append),
             Parameter: _parameter_reducer(self._tensors.append),

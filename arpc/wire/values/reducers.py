@@ -1,6 +1,6 @@
 """How single objects are pickled where pickle alone would not do.
 
-- A tensor becomes a *hole*, whose content is kept beside the pickle. Plain numpy arrays become holes as well.
+- A tensor becomes a *hole*, whose content is kept beside the pickle. So does the memory of a large numpy array.
 - Functions and classes that the peer can import are sent by name, others (lambdas, closures, notebook cells) by value.
 - ``__main__`` counts as importable when the peer runs the same script, so that its globals are the peer's own.
 - Other parts of arpc have *reducers* for their types, which the code that makes the pickler passes in.
@@ -34,6 +34,7 @@ __all__ = [
     "IS_REGISTERED",
     "MAIN_NAMES",
     "MEMO",
+    "NUMBERS",
     "PREFIX",
     "DispatchTable",
     "HolePickler",
@@ -45,6 +46,7 @@ __all__ = [
     "importable_name",
     "make_instance",
     "reduce_array",
+    "reduce_number",
     "reduce_tensor_subclass",
     "spelled_out",
 ]
@@ -72,14 +74,24 @@ HOLE: Final = PickleBuffer(bytearray())
 """Stands in a pickle for an object that is sent beside it. All holes can be this same object."""
 
 
-def _fill(slot: Any, dtype: str = "", shape: tuple[int, ...] = ()) -> Any:
-    return np.ndarray(shape, _DTYPES_BY_NAME[dtype], slot) if dtype else slot
+def _fill(slot: Any, dtype: str = "", shape: tuple[int, ...] | None = ()) -> Any:
+    if not dtype:
+        return slot
+    if shape is None:
+        return np.frombuffer(slot, _DTYPES_BY_NAME[dtype])[0]
+    return np.ndarray(shape, _DTYPES_BY_NAME[dtype], slot)
 
 
+_IN_PICKLE_BYTES: Final = 8 * 1024
+"""The largest array whose memory is part of the pickle; that of a larger one is a hole."""
 _ARRAY_DTYPES: Final = {np.dtype(name): np.dtype(name).str for name in "?bBhHiIlLqQefdFD"}
+_NUMBER_DTYPES: Final = {dtype.type: name for dtype, name in _ARRAY_DTYPES.items()}
+NUMBERS: Final = frozenset(_NUMBER_DTYPES)
+"""The types of numpy's numbers that `reduce_number` takes."""
 _DTYPES_BY_NAME: Final = {name: dtype for dtype, name in _ARRAY_DTYPES.items()}
 FILL: Final = _fill
-"""Called with the content of a hole, returns it (an object cannot be reduced to a hole alone), or an array over it."""
+"""Called with the content of a hole, returns it (an object cannot be reduced to a hole alone); with memory, dtype and
+shape, an array over that memory; without a shape, a number of numpy."""
 
 # -- how pickles begin
 
@@ -223,11 +235,20 @@ def reduce_tensor_subclass(obj: Tensor, add_slot: Callable[[Tensor], None]) -> A
 
 
 def reduce_array(array: np.ndarray[Any, np.dtype[Any]]) -> Any:
-    """Reduce an array: a plain one to a hole, its dtype and its shape. numpy pickles the others, and their dtypes."""
+    """Reduce a plain array to its memory, its dtype and its shape. numpy pickles the others, and their dtypes."""
     name = _ARRAY_DTYPES.get(array.dtype)
     if name is None or not array.flags.c_contiguous:
         return array.__reduce_ex__(5)
-    return _fill, (PickleBuffer(cast("Any", array)), name, array.shape)
+    if array.nbytes > _IN_PICKLE_BYTES:
+        return _fill, (PickleBuffer(cast("Any", array)), name, array.shape)
+    # Memory beside the pickle has to be described, which takes longer than some copies of a small array
+    memory = array.tobytes()
+    return _fill, (bytearray(memory) if array.flags.writeable else memory, name, array.shape)
+
+
+def reduce_number(number: np.generic) -> Any:
+    """Reduce a number of numpy to its memory and its dtype."""
+    return _fill, (number.tobytes(), _NUMBER_DTYPES[type(number)], None)
 
 
 def _has_no_memory(obj: Tensor) -> bool:

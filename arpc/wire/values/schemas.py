@@ -9,15 +9,15 @@ The schema of a message is found by the cheapest check that is enough:
 1. The tensors look like those of the last message with these shapes: one call for all, see `arpc.private.torch`.
 2. They look like those of an earlier message, arrays included. Without torch's private APIs, this check comes first.
 3. Otherwise they are described, see `wire.values.packing.Description`: if they are new, or need a description each time
-(tensors that share memory, are sparse, leave out much of their memory, or are on other devices). Equal descriptions
-have one schema.
+(tensors that share memory, are sparse, leave out much of their memory, or are on other devices, and small memory of
+other objects). Equal descriptions have one schema.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from itertools import accumulate, compress, repeat
-from operator import add, and_, attrgetter, lt, mul, sub
+from itertools import compress, repeat
+from operator import add, attrgetter, lt, mul, sub
 from pickle import PickleBuffer
 from typing import Any, Final
 
@@ -78,7 +78,6 @@ class Schema:
     __slots__ = (
         "__weakref__",
         "_are_inline",
-        "_arrays",
         "_filled",
         "_is_mixed",
         "_item_sizes",
@@ -115,9 +114,6 @@ class Schema:
         padded = [*map(_padded, sizes)]
         self._padded = padded if padded != sizes else None
         """The sizes of the inline tensors with their padding; None if none is padded."""
-        places = [*accumulate(map(and_, self._filled, are_inline), initial=0)]
-        self._arrays = [(places[at], at) for at in range(len(slots)) if are_inline[at] and not are_tensors[at]]
-        """For each other object that is inline: the number of inline tensors before it, and its position."""
         self._large = [(at, size) for at, size in enumerate(spans) if not are_inline[at]]
         """The position and size of each slot that is a buffer."""
         self._is_mixed = not all(self._filled) or bool(self._large)
@@ -141,17 +137,10 @@ class Schema:
         parts: Iterable[bytes] = map(_copy_of, places)
         if self._padded is not None:
             parts = map(bytes.ljust, parts, self._padded, repeat(b"\0"))
-        if self._is_mixed:
-            return self._with_others([*parts], slots, pickle, meta)
-        return Content(pickle, meta, self, [*parts])
-
-    def _with_others(self, parts: list[bytes], slots: Sequence[Any], pickle: bytes, meta: bytes) -> Content:
-        """Add the slots that are not small tensors."""
-        for place, at in reversed(self._arrays):
-            memory = bytes(slots[at].raw())
-            parts.insert(place, memory.ljust(_padded(len(memory)), b"\0"))
-        buffers = [_buffer_of(slots[at], size) for at, size in self._large]
-        return Content(pickle, meta, self, parts, buffers)
+        content = Content(pickle, meta, self, [*parts])
+        if self._large:
+            content.buffers = [_buffer_of(slots[at], size) for at, size in self._large]
+        return content
 
 
 def _padded(size_bytes: int) -> int:

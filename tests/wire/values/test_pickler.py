@@ -144,13 +144,42 @@ def test_memory_of_numpy_arrays_is_not_in_the_pickle():
     assert tensor.tolist() == [1.0]
 
 
-def test_a_read_only_array_stays_read_only():
-    array = np.arange(4)
+@pytest.mark.parametrize("size", [4, 10_000])
+def test_a_read_only_array_stays_read_only(size):
+    array = np.arange(size)
     array.flags.writeable = False
 
     arrived = exchange([array, torch.ones(1)])[0]
 
+    assert np.array_equal(arrived, array)
     assert not arrived.flags.writeable
+
+
+@pytest.mark.parametrize(
+    "array",
+    [np.arange(6.0).reshape(2, 3), np.array(5), np.empty((0, 3), np.float32), np.array([True, False])],
+    ids=["matrix", "no dimensions", "empty", "booleans"],
+)
+def test_a_small_array_is_in_the_pickle(array):
+    payload, slots = Pickler().dumps([array, array])
+    assert slots == []
+
+    first, second = loads(payload, slots)
+
+    assert first is second
+    assert (first.dtype, first.shape) == (array.dtype, array.shape)
+    assert np.array_equal(first, array)
+    assert first.flags.writeable
+
+
+@pytest.mark.parametrize("number", [np.float32(1.5), np.int64(-3), np.bool_(True), np.complex64(1 + 2j)], ids=repr)
+def test_a_number_of_numpy_names_no_function_in_its_pickle(number):
+    payload, slots = Pickler().dumps(number)
+    arrived = loads(payload, slots)
+
+    assert b"numpy" not in payload
+    assert type(arrived) is type(number)
+    assert arrived == number
 
 
 @pytest.mark.parametrize(

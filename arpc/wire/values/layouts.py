@@ -172,23 +172,26 @@ def _checked_rows(table: Table) -> list[_Row | Entry]:
 
 
 def _simple(row: _Row | Entry, inline_bytes: int) -> tuple[Any, ...] | None:
-    """Return shape, dtype, offset and strides of an inline tensor of a dtype that numpy has; None for any other row."""
+    """Return shape, dtype, offset and strides of an inline tensor of a dtype that numpy has; None for any other row.
+
+    None also for a malformed entry, which `_Builder` refuses when a message has such a tensor.
+    """
     if not isinstance(row, Entry):
         dtype, code, source, shape = row
         is_simple = dtype is not None and code & ~Code.REQUIRES_GRAD < _FIRST_STAND_IN and source >= 0
         return (shape, dtype, source, None) if is_simple else None
-    # a tensor that cannot require grad, although its entry has that flag, is refused by `_Builder`
-    if (
-        row.kind != Kind.STRIDED
-        or row.dtype >= _FIRST_STAND_IN
-        or row.source < 0
-        or row.flags & ~Flag.REQUIRES_GRAD
-        or (row.flags and not DTYPES[row.dtype].is_floating_point)
-    ):
+    if row.kind != Kind.STRIDED or row.source < 0 or row.flags & ~Flag.REQUIRES_GRAD:
         return None
-    dtype = NUMPY_DTYPES[row.dtype]
-    _check_inline(row.source, row.span_bytes, inline_bytes)
-    check_strided(row.shape, row.strides, dtype.itemsize, row.span_bytes)
+    described, dtype = DTYPES.get(row.dtype), NUMPY_DTYPES.get(row.dtype)
+    if described is None or dtype is None or row.dtype >= _FIRST_STAND_IN:
+        return None
+    if row.flags and not (described.is_floating_point or described.is_complex):
+        return None
+    try:
+        _check_inline(row.source, row.span_bytes, inline_bytes)
+        check_strided(row.shape, row.strides, dtype.itemsize, row.span_bytes)
+    except ProtocolError:
+        return None
     return row.shape, dtype, row.source, tuple([stride * dtype.itemsize for stride in row.strides])
 
 

@@ -30,7 +30,7 @@ from arpc.transport.timerfd import Alarm, CallAt
 if TYPE_CHECKING:
     from arpc.transport.sockets import StreamConnection
 
-__all__ = ["BusyPoll", "Pool", "can_run_at_once"]
+__all__ = ["BusyPoll", "Pool", "can_run_at_once", "yield_cpu"]
 
 _CHECK_S: Final = 0.05
 """The interval between checks which connections to poll, while there is traffic."""
@@ -78,7 +78,7 @@ class BusyPoll:
         give_way: Callable[[], None] | None = None,
     ) -> None:
         self.longest_s = longest_s
-        self._give_way = give_way or _yield_cpu
+        self._give_way = give_way or yield_cpu
         self.pools: tuple[Pool, ...] = ()
         """The worker's own threads. Their CPU time does not count as that of other threads."""
         self.call_at: CallAt | None = None
@@ -264,6 +264,7 @@ def _others_s() -> float:
     return process_time() - thread_time()
 
 
-def _yield_cpu() -> None:
+def yield_cpu() -> None:
+    """Let other programs run that wait for this CPU, on systems where a thread can do that."""
     if hasattr(os, "sched_yield"):
         os.sched_yield()

@@ -9,6 +9,7 @@ one system call and no timer.
 from __future__ import annotations
 
 import asyncio
+import select
 import socket
 import struct
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from contextlib import suppress
 from time import monotonic
 from typing import Any, Final
 
+from arpc.compat.blocking_client.reply_poll import ReplyPoll
 from arpc.errors import ConnectionClosedError, ProtocolError, WireError
 from arpc.transport.sockets import connect_socket
 from arpc.wire.frames import ONE_OFF, frame
@@ -73,11 +75,14 @@ class ThreadConnection:
         self.owed: set[int] = set()
         """The ids of calls that were given up and have not been answered."""
         self.used_at = monotonic()
+        self.poll: ReplyPoll | None = None
+        """Polls for replies before the thread sleeps; None: it sleeps at once."""
         self._socket = sock
         self._protocol = protocol
         self._send = sock.sendall
         self._receive_into = sock.recv_into
         self._get_buffer = protocol.get_buffer
+        self._has_input = _poller_of(sock)
         self._schemas: dict[Schema, int] = {}
         """The schemas that were announced to the peer, with their numbers."""
         self._farewell: str | None = None
@@ -118,6 +123,8 @@ class ThreadConnection:
             # the peer ignores a frame that is incomplete
             raise NotSentError(str(error)) from error
         self.bytes_sent += len(data)
+        if self.poll is not None:
+            self.poll.wait(self._has_input)
         while True:
             try:
                 size_bytes = self._receive_into(self._get_buffer(_ANY))
@@ -232,6 +239,13 @@ async def open_thread_connection(address: str, protocol: Protocol) -> ThreadConn
         sock.close()
         raise
     return ThreadConnection(sock, protocol, address)
+
+
+def _poller_of(sock: socket.socket) -> Callable[[int], Any]:
+    """Return a function that tells whether a socket can be read, within so many milliseconds."""
+    poller = select.poll()
+    poller.register(sock, select.POLLIN)
+    return poller.poll
 
 
 def _keep_alive(sock: socket.socket) -> None:

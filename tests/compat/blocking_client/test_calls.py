@@ -84,6 +84,17 @@ def links_of(group: Cluster) -> list[Any]:
     return [link for link in group[1].agent.connector.links if link.is_of_thread]
 
 
+async def test_connections_to_one_peer_share_a_poll():
+    async with two() as (_, threads):
+        first, second = [await threads.calls.connect(threads.peer) for _ in range(2)]
+        try:
+            assert first.poll is not None
+            assert first.poll is second.poll
+        finally:
+            first.close()
+            second.close()
+
+
 # -- what a call is on a connection
 
 

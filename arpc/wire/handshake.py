@@ -253,7 +253,7 @@ class Handshake:
         them, me = claimed.name, self._me.name
         if self._certified is not None and them not in self._certified:
             raise AuthenticationError(
-                f"somebody says to be worker {them!r}, with a certificate for {self._certified}: give each worker one "
+                f"a peer claims to be worker {them!r}, with a certificate for {self._certified}: give each worker one "
                 f"for its own name"
             )
         if self._secret is None:

@@ -65,7 +65,7 @@ class Replies:
     def returned(self, run: Run, result: Any) -> None:
         """Handle the result of a function, or of its coroutine."""
         if type(result) is RunInstead:
-            self._hand_over(run, result)
+            self._run_instead(run, result)
         elif (run.is_stream or not run.function.is_final) and self._goes_on(run, result):
             pass
         elif run.creation is not None:
@@ -180,7 +180,7 @@ class Replies:
         run.inbound.register(run)
         self._carry(run, run.producer.produce)
 
-    def _hand_over(self, run: Run, to: RunInstead) -> None:
+    def _run_instead(self, run: Run, to: RunInstead) -> None:
         """Run another function in the place of the one that has returned a `RunInstead`."""
         host = self._host
         function, run.args, run.kwargs = to
@@ -290,7 +290,7 @@ class Replies:
         inbound = run.inbound
         run.ended = True
         if run.arrived_ns:
-            self._tell_watchers(run, content, error)
+            self._notify_watchers(run, content, error)
         # A timer may keep the run's context for long, and so its calls, whose errors keep the handler's frames
         run.nested = None
         run.context = NO_CONTEXT
@@ -313,7 +313,7 @@ class Replies:
         if bulk is not None:
             inbound.reply_leaves(run.id, bulk)
 
-    def _tell_watchers(self, run: Run, content: Content, error: BaseException | None) -> None:
+    def _notify_watchers(self, run: Run, content: Content, error: BaseException | None) -> None:
         if run.handling is not None:
             self._host.observers.ended(run, content.size_bytes(), error)
         if self.meter is not None:

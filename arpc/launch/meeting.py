@@ -70,7 +70,8 @@ def write_secret(directory: Path) -> Path:
 def choose_http(wanted: str) -> str:
     """Return the address for the dashboard: ``wanted``, or if that is empty a free address of this machine.
 
-    Without one, another port is taken if the usual one is in use. Raises `ConfigurationError` if the wanted address is in use.
+    If ``wanted`` is empty and the usual port is in use, another one is taken. Raises `ConfigurationError` if ``wanted``
+    is in use.
     """
     host, _, port = wanted.rpartition(":")
     if wanted and not (host and port.isdecimal()):

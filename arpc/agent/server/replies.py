@@ -141,7 +141,7 @@ class Replies:
         stager = codec.stager_back(run.meta) if codec.knows_devices or run.meta else None
         return codec.pack(slots, pickle, meta, stager)
 
-    # -- code that runs in the place of a function that has returned
+    # -- code that runs instead of a function that has returned
 
     def _goes_on(self, run: Run, result: Any) -> bool:
         """Run the result if it is to be awaited, or streamed; returns whether it is."""
@@ -181,11 +181,11 @@ class Replies:
         self._carry(run, run.producer.produce)
 
     def _run_instead(self, run: Run, to: RunInstead) -> None:
-        """Run another function in the place of the one that has returned a `RunInstead`."""
+        """Run another function instead of one that has returned a `RunInstead`."""
         host = self._host
         function, run.args, run.kwargs = to
         run.coroutine = run.task = None
-        run.function = function if run.handling is None else host.observers.handed_over(run, function)
+        run.function = function if run.handling is None else host.observers.run_instead(run, function)
         if not function.results.are_large or function.mode is Mode.THREAD or run.creation is not None:
             host.launch(run)
             return

@@ -386,7 +386,7 @@ class Supervisor:
             self._lose_template(start_others=False)  # or it might fork one more worker meanwhile
         deadline = time.monotonic() + LAST_WORDS_S
         asked: set[int] = set()
-        while found := set(self._everyone()):
+        while found := set(self._descendants()):
             is_late = time.monotonic() > deadline
             if time.monotonic() > deadline + STUCK_S:
                 return
@@ -397,7 +397,7 @@ class Supervisor:
             self._reap()
             time.sleep(POLL_S)
 
-    def _everyone(self) -> Iterator[int]:
+    def _descendants(self) -> Iterator[int]:
         """Yield the pids of all descendants of this process except the template. Without /proc, of the workers only."""
         self._reap()
         if _prctl is None:

@@ -387,7 +387,7 @@ class HandshakeError(WireError):
 
 
 class AuthenticationError(HandshakeError):
-    """A peer could not prove that it knows the cluster secret, or the certificate of one side was not accepted."""
+    """A peer could not prove that it knows the group secret, or the certificate of one side was not accepted."""
 
 
 class ConnectionClosedError(WireError):

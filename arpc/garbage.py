@@ -70,7 +70,7 @@ class Backoff:
     """Makes collections rarer while they find nothing, up to a factor, as long as a worker asks for it."""
 
     def __init__(self) -> None:
-        self._wishes: tuple[_Request, ...] = ()
+        self._requests: tuple[_Request, ...] = ()
         """Replaced, never mutated: a collection may run at any moment."""
         self._lock = threading.Lock()
         self._usual = 0
@@ -88,17 +88,17 @@ class Backoff:
                 if self._looked not in gc.callbacks:
                     self._usual = self._last = gc.get_threshold()[0]
                     gc.callbacks.append(self._looked)
-                self._wishes = (*filter(_is_current, self._wishes), _Request(factor, weakref.ref(loop)))
+                self._requests = (*filter(_is_current, self._requests), _Request(factor, weakref.ref(loop)))
 
     def end(self, factor: int, loop: asyncio.AbstractEventLoop) -> None:
         """Undo one `begin` with the same factor, if there was one; the last one restores the program's threshold."""
         if factor > 1:
             with self._lock:
-                wishes, ended = list(self._wishes), _Request(factor, weakref.ref(loop))
-                if ended in wishes:  # a worker may be shut down before its start has called `begin`
-                    wishes.remove(ended)
-                self._wishes = tuple(filter(_is_current, wishes))
-                if not self._wishes and self._looked in gc.callbacks:
+                requests, ended = list(self._requests), _Request(factor, weakref.ref(loop))
+                if ended in requests:  # a worker may be shut down before its start has called `begin`
+                    requests.remove(ended)
+                self._requests = tuple(filter(_is_current, requests))
+                if not self._requests and self._looked in gc.callbacks:
                     gc.callbacks.remove(self._looked)
                     self._set(self._program_threshold())
 
@@ -108,7 +108,7 @@ class Backoff:
             return
         try:
             usual = self._program_threshold()
-            factor = max((wish.factor for wish in self._wishes if wish.is_current), default=1)
+            factor = max((request.factor for request in self._requests if request.is_current), default=1)
             most = max(usual, min(usual * factor, _MOST))
             self._set(usual if info["collected"] else min(2 * self._last, most))
         except RecursionError:
@@ -127,8 +127,8 @@ class Backoff:
             self._last = threshold
 
 
-def _is_current(wish: _Request) -> bool:
-    return wish.is_current
+def _is_current(request: _Request) -> bool:
+    return request.is_current
 
 
 BACKOFF: Final = Backoff()

@@ -78,15 +78,15 @@ class _Taps:
     before: Callable[..., logging.LogRecord] | None = None
 
 
-def tap(told: Tap) -> Callable[[], None]:
-    """Call a function for every log record that is made in this process; call the returned function to stop."""
-    _Taps.taps += (told,)
+def tap(callback: Tap) -> Callable[[], None]:
+    """Call ``callback`` for every log record that is made in this process; call the returned function to stop."""
+    _Taps.taps += (callback,)
     if _Taps.before is None:
         _Taps.before = logging.getLogRecordFactory()
         logging.setLogRecordFactory(_make_record)
 
     def untap() -> None:
-        _Taps.taps = tuple(one for one in _Taps.taps if one is not told)
+        _Taps.taps = tuple(one for one in _Taps.taps if one is not callback)
         # a program may have wrapped this factory meanwhile, and keeps its own
         if not _Taps.taps and _Taps.before is not None and logging.getLogRecordFactory() is _make_record:
             logging.setLogRecordFactory(_Taps.before)
@@ -100,8 +100,8 @@ def _make_record(*args: Any, **kwargs: Any) -> logging.LogRecord:
     record = _Taps.before(*args, **kwargs)
     if _Taps.taps:
         fields = _Source.read()
-        for told in _Taps.taps:
-            told(record, fields)
+        for callback in _Taps.taps:
+            callback(record, fields)
     return record
 
 

@@ -212,13 +212,14 @@ class RpcOptions:
     """Calls to one peer that may wait on this worker to be sent; further ones raise `OverloadedError` at once."""
 
     max_header_bytes: int = 32 * MIB
-    """The largest header of a message that is accepted: the description of its tensors, and metadata of features."""
+    """The most metadata of a message that is accepted. Features such as autograd add metadata to messages."""
 
     max_body_bytes: int = 1 * GIB
-    """The largest pickled part of a message that is accepted, with the small tensors in it."""
+    """The largest message that is accepted, without its large tensors: pickle, small tensors, the description of its
+    tensors, and metadata."""
 
     max_message_bytes: int = 64 * GIB
-    """The largest message with its tensors that is accepted."""
+    """The largest total size of the large tensors of one message that is accepted."""
 
     inline_tensor_bytes: int = 8 * KIB
     """Tensors up to this size are part of the message; larger ones are sent from, and read into, their own memory."""

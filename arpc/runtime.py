@@ -501,7 +501,7 @@ class Worker:
         more.
         """
         agreement = asyncio.ensure_future(self._agree(timeout_s))
-        others = [asyncio.ensure_future(self._fail_if_peer_is_lost()), asyncio.ensure_future(self._fail_in_a_hurry())]
+        others = [asyncio.ensure_future(self._fail_if_peer_is_lost()), asyncio.ensure_future(self._fail_when_stopped())]
         try:
             done, _ = await asyncio.wait([agreement, *others], return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -556,7 +556,7 @@ class Worker:
             await self.rendezvous.gather("shutdown/rrefs", b"", timeout_s=left)
             self.leaked_rrefs = report_leaks(context)
 
-    async def _fail_in_a_hurry(self) -> None:
+    async def _fail_when_stopped(self) -> None:
         await self._stop_waiting.wait()
         raise ShutdownError(f"worker {self.info.name!r} was shut down without the group: waiting for it was cancelled")
 

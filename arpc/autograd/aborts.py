@@ -31,20 +31,20 @@ class Aborts:
         self.unacknowledged: set[tuple[int, int, int]] = set()
         """The context, pass and worker of each abort that is not acknowledged yet."""
 
-    def tell(self, context: AutogradContext, pass_id: int, workers: Collection[int]) -> asyncio.Future[Any]:
+    def send(self, context: AutogradContext, pass_id: int, workers: Collection[int]) -> asyncio.Future[Any]:
         """Notify workers that a pass has failed; the future is done when all acknowledged, or retries are pointless."""
         # sent now, and not when the tasks have their first turn
         args = context.id, pass_id
-        telling = [
-            self._lifetimes.own(self._tell(context, pass_id, to, self._lifetimes.notify(AutogradAbort, to, args)))
+        attempts = [
+            self._lifetimes.own(self._retry(context, pass_id, to, self._lifetimes.notify(AutogradAbort, to, args)))
             for to in workers
         ]
         # an error can only be that this worker is shut down, and no caller needs it
-        return asyncio.gather(*telling, return_exceptions=True)
+        return asyncio.gather(*attempts, return_exceptions=True)
 
-    async def _tell(self, context: AutogradContext, pass_id: int, to: int, attempt: asyncio.Future[Any]) -> None:
-        news = context.id, pass_id, to
-        self.unacknowledged.add(news)
+    async def _retry(self, context: AutogradContext, pass_id: int, to: int, attempt: asyncio.Future[Any]) -> None:
+        abort = context.id, pass_id, to
+        self.unacknowledged.add(abort)
 
         def is_moot() -> bool:
             """Whether the worker need not be notified: it is gone, or the context has ended, see `Lifetimes`."""
@@ -53,13 +53,13 @@ class Aborts:
             return is_gone or context.id not in self._container.contexts
 
         try:
-            if not await self._lifetimes.repeat(attempt, AutogradAbort, to, news[:2], is_moot):
+            if not await self._lifetimes.repeat(attempt, AutogradAbort, to, abort[:2], is_moot):
                 logger.warning(
-                    "worker %d did not hear that backward pass %d of autograd context %d has failed, and may have "
-                    "gradients of it until it takes part in another one",
+                    "worker %d has not acknowledged that backward pass %d of autograd context %d failed, and may "
+                    "have gradients of it until it takes part in another one",
                     to,
                     pass_id,
                     context.id,
                 )
         finally:
-            self.unacknowledged.discard(news)
+            self.unacknowledged.discard(abort)

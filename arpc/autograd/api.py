@@ -80,7 +80,7 @@ class context:  # noqa: N801 - used like a function, as torch's own
             current_context_id.set(None)
         if others := service.lifetimes.end(self._context_id):
             service.lifetimes.agent.check_loop()
-            await service.lifetimes.tell_all(others, self._context_id)
+            await service.lifetimes.notify_all(others, self._context_id)
 
 
 def backward(

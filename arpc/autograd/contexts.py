@@ -169,7 +169,7 @@ class AbsentContext(msgspec.Struct, eq=False):
 
     last_pass: int = -1
     """The pass with which this worker left the context; -1 if it left with the reply to a call, or was never in it."""
-    told: int = -1
+    notified: int = -1
     """The worker that is notified, by a reply, that this one has left; -1 if it was never in the context."""
     clock: int = 0
     failed: frozenset[int] = frozenset()
@@ -237,7 +237,7 @@ class Container:
             context.aborted_passes, context.early_replies = absent.failed, absent.early_replies
             context.clock, context.last_pass = absent.clock, absent.last_pass
             if absent.last_pass != -1:
-                context.last_announced_to = (absent.told,)
+                context.last_announced_to = (absent.notified,)
         return context
 
     def _check_number(self, caller: int) -> None:
@@ -245,12 +245,11 @@ class Container:
         if known >= _MAX_OF_PEER:
             raise OverloadedError(f"{known} autograd contexts of its calls have not ended yet")
 
-    def try_to_leave(self, context: AutogradContext, pass_id: int, told: int) -> bool:
+    def try_to_leave(self, context: AutogradContext, pass_id: int, notified: int) -> bool:
         """Forget a context after a pass if this worker has no use for it, and return whether it did.
 
-        The context may be entered again.
-        ``told`` is the worker that is notified by the reply: the one that engaged this worker. It had no call in flight
-        when it did, but a call that it has made since may have arrived before.
+        The context may be entered again. ``notified`` is the worker that the reply notifies: the one that engaged this
+        worker. It had no call in flight when it did, but a call that it has made since may have arrived before.
         """
         me = self.worker_id
         if (
@@ -260,18 +259,18 @@ class Container:
             or context.gradients
             or context.calls_made != context.calls_answered
             or context.aborted_passes
-            or not context.known_workers.keys() <= {me, told}
+            or not context.known_workers.keys() <= {me, notified}
             or context.id >> LOCAL_BITS == me
         ):
             return False
-        self._leave(context, pass_id, told)
+        self._leave(context, pass_id, notified)
         self.callable.pop(context.id, None)
         return True
 
-    def try_to_leave_unused(self, context: AutogradContext, told: int) -> bool:
-        """Forget a context if nothing was ever recorded in it here, and it is shared with no worker but ``told``.
+    def try_to_leave_unused(self, context: AutogradContext, notified: int) -> bool:
+        """Forget a context if nothing was ever recorded in it here, and it is shared with no worker but one.
 
-        Returns whether it did. ``told``, whose calls these were, is notified by the reply.
+        Returns whether it did. ``notified`` is that worker, whose calls these were; the reply notifies it.
         """
         if (
             not self.leaves_unused
@@ -284,30 +283,30 @@ class Container:
             or context.active_pass is not None
             or context.aborted_passes
             or context.early_replies
-            or told not in context.known_workers
+            or notified not in context.known_workers
             or context.id >> LOCAL_BITS == self.worker_id
         ):
             return False
-        self._leave(context, -1, told)
+        self._leave(context, -1, notified)
         return True
 
-    def _leave(self, context: AutogradContext, after: int, told: int) -> None:
+    def _leave(self, context: AutogradContext, after: int, notified: int) -> None:
         del self.contexts[context.id]
-        self._left[context.id] = AbsentContext(after, told, context.clock)
+        self._left[context.id] = AbsentContext(after, notified, context.clock)
         if len(self._left) > _TOMBSTONES:
             oldest, _ = self._left.popitem(last=False)
             self.callable.pop(oldest, None)
 
-    def _note_of(self, context_id: int) -> AbsentContext | None:
+    def _absent(self, context_id: int) -> AbsentContext | None:
         """Return the record of a context that is not here, made if need be; None if the context has ended."""
         if context_id in self._ended or context_id >> LOCAL_BITS == self.worker_id:
             return None
-        note = self._left.get(context_id) or self._unknown.get(context_id)
-        if note is None:
-            note = self._unknown[context_id] = AbsentContext()
+        absent = self._left.get(context_id) or self._unknown.get(context_id)
+        if absent is None:
+            absent = self._unknown[context_id] = AbsentContext()
             if len(self._unknown) > _TOMBSTONES:
                 self._unknown.popitem(last=False)
-        return note
+        return absent
 
     def rejoin(self, context_id: int) -> AutogradContext | None:
         """Enter a context again for a task that outlives its handler, if this worker left it with the handler's reply.
@@ -326,25 +325,25 @@ class Container:
         """Whether this worker has left a context, because nothing of it remained here."""
         return context_id in self._left
 
-    def has_left_with(self, context_id: int, pass_id: int, told: int) -> bool:
-        """Whether this worker has left a context with that pass, by a reply to worker ``told``."""
+    def has_left_with(self, context_id: int, pass_id: int, notified: int) -> bool:
+        """Whether this worker has left a context with that pass, by a reply to worker ``notified``."""
         left = self._left.get(context_id)
-        return left is not None and (left.last_pass, left.told) == (pass_id, told)
+        return left is not None and (left.last_pass, left.notified) == (pass_id, notified)
 
     def fail_early(self, context_id: int, pass_id: int) -> None:
         """Record a failed pass of a context that is not known here: the parcel that begins it may still arrive."""
-        if (note := self._note_of(context_id)) is not None:
-            note.failed |= {pass_id}
+        if (absent := self._absent(context_id)) is not None:
+            absent.failed |= {pass_id}
 
-    def tell_early(self, context_id: int, pass_id: int, told: int, *, has_announced: bool) -> None:
+    def record_early_reply(self, context_id: int, pass_id: int, notified: int, *, has_announced: bool) -> None:
         """Record that a worker gets `NOTHING_LIVE` for a context not known here: a call may have been overtaken.
 
         ``has_announced``: the worker has sent a first parcel.
         """
-        if (note := self._note_of(context_id)) is not None:
-            by_worker = note.early_replies.get(pass_id, {})
-            by_worker[told] = has_announced or by_worker.get(told, False)
-            note.early_replies = {pass_id: by_worker}
+        if (absent := self._absent(context_id)) is not None:
+            by_worker = absent.early_replies.get(pass_id, {})
+            by_worker[notified] = has_announced or by_worker.get(notified, False)
+            absent.early_replies = {pass_id: by_worker}
 
     def find(self, context_id: int) -> AutogradContext:
         """Return a context by its id. Raises `AutogradError` if it is not known here."""

@@ -99,10 +99,10 @@ class Lifetimes:
         If the caller is cancelled meanwhile, the other workers are notified all the same.
         """
         if others := self.end(context_id):
-            await self.tell_all(others, context_id)
+            await self.notify_all(others, context_id)
 
     def end(self, context_id: int) -> Collection[int]:
-        """Forget a context here; return the ids of the other workers that have to, for `tell_all`."""
+        """Forget a context here; return the ids of the other workers that have to, for `notify_all`."""
         context = self.forget(context_id)
         if context is None or not context.known_workers:
             return ()
@@ -112,26 +112,26 @@ class Lifetimes:
         """Forget a context here now, and notify the others later. Raises `AutogradError` if it is not known here."""
         self._container.find(context_id)
         if others := self.end(context_id):
-            self.own(self.tell_all(others, context_id))
+            self.own(self.notify_all(others, context_id))
 
-    async def tell_all(self, workers: Iterable[int], context_id: int) -> None:
+    async def notify_all(self, workers: Iterable[int], context_id: int) -> None:
         """Notify workers of the end of a context. Returns once they have acknowledged, or after a bounded time."""
-        told = {to: self._tell(to, context_id) for to in workers}
-        again: list[asyncio.Task[None]] = []
+        releases = {to: self._send_release(to, context_id) for to in workers}
+        retries: list[asyncio.Task[None]] = []
         try:
-            for future in told.values():
+            for future in releases.values():
                 with suppress(CallError, OSError, ArpcError):
                     await future
         finally:
             if not self._is_closed:
-                again = [
-                    self.own(self._tell_again(future, to, context_id))
-                    for to, future in told.items()
+                retries = [
+                    self.own(self._retry_release(future, to, context_id))
+                    for to, future in releases.items()
                     if not _is_settled(future)
                 ]
         # not for a lost worker, which is notified when it comes back, if ever
-        if again and any(isinstance(future.exception(), RpcTimeoutError) for future in told.values()):
-            await asyncio.wait(again, timeout=_RELEASE_S)
+        if retries and any(isinstance(future.exception(), RpcTimeoutError) for future in releases.values()):
+            await asyncio.wait(retries, timeout=_RELEASE_S)
 
     def forget(self, context_id: int) -> AutogradContext | None:
         """End a context here, and fail its pass. Returns the context; None if it is not known here."""
@@ -145,31 +145,31 @@ class Lifetimes:
         context.clear()
         return context
 
-    def _tell(self, to: int, context_id: int) -> asyncio.Future[Any]:
+    def _send_release(self, to: int, context_id: int) -> asyncio.Future[Any]:
         return self.notify(AutogradRelease, to, (context_id, self._container.worker_id))
 
-    async def _tell_again(self, attempt: asyncio.Future[Any], to: int, context_id: int) -> None:
+    async def _retry_release(self, attempt: asyncio.Future[Any], to: int, context_id: int) -> None:
         if not await self.repeat(attempt, AutogradRelease, to, (context_id, self._container.worker_id)):
-            logger.info("worker %d did not hear of the end of autograd context %d", to, context_id)
+            logger.info("worker %d has not acknowledged the end of autograd context %d", to, context_id)
 
-    def on_release(self, context_id: int, teller: int) -> Coroutine[Any, Any, None] | None:
+    def on_release(self, context_id: int, sender: int) -> Coroutine[Any, Any, None] | None:
         """Handle the release of a context by another worker, and forward it."""
         context = self.forget(context_id)
         if context is None:
             return None
-        others = context.known_workers.keys() - {self._container.worker_id, teller}
+        others = context.known_workers.keys() - {self._container.worker_id, sender}
         if not others:
             return None
         # Not in the handler, which may be cancelled before its first step: only this call still has these workers
-        telling = self.own(self.tell_all(others, context_id))
-        return _wait_for(telling)
+        forwarding = self.own(self.notify_all(others, context_id))
+        return _wait_for(forwarding)
 
     def rejoined(self, context: AutogradContext) -> None:
         """Notify the creator of a context that this worker had left, and has entered again on its own."""
         context.known_workers.setdefault(context.creator, 0)
-        self.own(self._tell_creator(context))
+        self.own(self._query_creator(context))
 
-    async def _tell_creator(self, context: AutogradContext) -> None:
+    async def _query_creator(self, context: AutogradContext) -> None:
         while context.id in self._container.contexts:
             try:
                 ended = await self.request(AutogradQuery, context.creator, ([context.id],), self.attempt_s)

@@ -202,8 +202,8 @@ class AutogradService(PeerWatcher):
         except (WorkerLostError, RpcTimeoutError, asyncio.CancelledError):
             # the owner began the pass and would abort it if it failed, but is lost, or may have succeeded
             context.roll_back(pass_id)
-            if (told := self.abort(context, pass_id)) is not None:
-                await asyncio.wait([told], timeout=_ABORT_S)
+            if (aborting := self.abort(context, pass_id)) is not None:
+                await asyncio.wait([aborting], timeout=_ABORT_S)
             raise
         context.calls_answered += 1
 
@@ -262,7 +262,7 @@ class AutogradService(PeerWatcher):
         """
         context.aborts_sent |= {pass_id}
         others = context.known_workers.keys() - {self.info.id, but}
-        return self.aborts.tell(context, pass_id, others) if others else None
+        return self.aborts.send(context, pass_id, others) if others else None
 
     def name_of(self, worker: int) -> str:
         peer = self._agent.peer(worker)
@@ -317,7 +317,7 @@ class AutogradService(PeerWatcher):
         if self.container.has_left_with(context_id, pass_id, caller):
             return None  # the reply in flight says so, and this one could overtake it
         # the messages of the context have not arrived here, or the context has ended
-        self.container.tell_early(context_id, pass_id, caller, has_announced=parcel.is_first)
+        self.container.record_early_reply(context_id, pass_id, caller, has_announced=parcel.is_first)
         return pack_parcel(NOTHING_LIVE)
 
     def _take_back(self, context: AutogradContext, failed: Sequence[int]) -> None:
@@ -335,7 +335,7 @@ class AutogradService(PeerWatcher):
         except asyncio.CancelledError:
             # The worker that cancels also causes an abort. But it may be lost, and no other worker may know
             ended = AutogradError(f"backward pass {engaged.id} was cancelled by worker {self.name_of(caller)!r}")
-            engaged.fail(ended, told_by=caller)
+            engaged.fail(ended, reported_by=caller)
             raise
         return self._answer_of(engaged)
 
@@ -377,18 +377,19 @@ class AutogradService(PeerWatcher):
             if pass_id in context.aborts_sent or context_id not in self.container.contexts:
                 return
             active = context.active_pass
-        told: asyncio.Future[Any] | None
+        aborting: asyncio.Future[Any] | None
         if active is not None and active.id == pass_id:
             active.fail(
-                AutogradError(f"backward pass {pass_id} was ended by worker {self.name_of(caller)!r}"), told_by=caller
+                AutogradError(f"backward pass {pass_id} was ended by worker {self.name_of(caller)!r}"),
+                reported_by=caller,
             )
-            told = active.abort_done
+            aborting = active.abort_done
         else:
             context.roll_back(pass_id)
-            told = self.abort(context, pass_id, caller)
-        if told is not None:
+            aborting = self.abort(context, pass_id, caller)
+        if aborting is not None:
             # The caller may give up, and the other workers are notified all the same
-            await asyncio.wait([told], timeout=_ABORT_S)
+            await asyncio.wait([aborting], timeout=_ABORT_S)
 
     # -- the end
 

@@ -32,13 +32,13 @@ def family(leaders: Iterable[int], sessions: Iterable[int] = ()) -> set[int]:
     A process that was reaped must not be among the `leaders`, since its pid may be another process's by now. The
     members of a session keep its number from being reused, so it may still be among the `sessions`.
     """
-    everybody = list(_everybody())
+    processes = list(_all_processes())
     wanted = set(leaders)
     named = wanted | set(sessions)
-    found = {one.pid for one in everybody if one.pid in wanted or one.session in named}
+    found = {one.pid for one in processes if one.pid in wanted or one.session in named}
     grown = True
     while grown:
-        more = {one.pid for one in everybody if one.parent in found} - found
+        more = {one.pid for one in processes if one.parent in found} - found
         found |= more
         grown = bool(more)
     return found
@@ -51,7 +51,7 @@ def kill_family(leaders: Iterable[int], sessions: Iterable[int] = ()) -> None:
             os.kill(pid, signal.SIGKILL)
 
 
-def _everybody() -> Iterable[_Links]:
+def _all_processes() -> Iterable[_Links]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with suppress(OSError):  # it has ended since it was listed

@@ -20,5 +20,5 @@ def add_attach_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--secret-file",
         type=Path,
-        help="the cluster's secret (default: ARPC_SECRET, ARPC_SECRET_FILE, or the launcher's)",
+        help="the group's secret (default: ARPC_SECRET, ARPC_SECRET_FILE, or the launcher's)",
     )

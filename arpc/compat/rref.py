@@ -24,7 +24,7 @@ from arpc.rref.handle import RRef as Handle
 from arpc.torchjit import ScriptModule
 from arpc.user_errors import fresh
 
-__all__ = ["SKIN", "RRef", "RRefProxy"]
+__all__ = ["HANDLE_CLASS", "RRef", "RRefProxy"]
 
 # These classes and functions belong together, and use each other's private names
 # ruff: noqa: SLF001
@@ -256,4 +256,4 @@ def _sendable(rref: RRef[Any]) -> Handle[Any]:
     return rref.handle
 
 
-SKIN = HandleClass(RRef, RRef.of, _sendable)
+HANDLE_CLASS = HandleClass(RRef, RRef.of, _sendable)

@@ -45,7 +45,7 @@ class StartOrder:
         try:
             self._store.set(self._key, "1")
         except RuntimeError:  # the others then report that this one did not start
-            logger.exception("cannot tell the other workers in the store that this one has started")
+            logger.exception("cannot report in the store that this worker has started")
 
     def wait(self) -> None:
         """Wait for rank 0. Raises RuntimeError if it does not start."""

@@ -64,14 +64,14 @@ def check_guarded(addresses: Sequence[str], options: RpcOptions) -> None:
         if not options.is_guarded:
             if not options.insecure:
                 raise ConfigurationError(
-                    f"refusing to listen on {address} with no secret: anybody who reaches that port could run code "
-                    f"here. Set ARPC_SECRET (or RpcOptions.secret) to the same value on all workers, or "
+                    f"refusing to listen on {address} with no secret: any process that reaches that port could run "
+                    f"code here. Set ARPC_SECRET (or RpcOptions.secret) to the same value on all workers, or "
                     f"RpcOptions.tls, or listen on 127.0.0.1"
                 )
-            logger.warning("listening on %s WITHOUT A SECRET: anybody who reaches that port can run code here", address)
+            logger.warning("listening on %s WITHOUT A SECRET: any process that reaches it can run code here", address)
         elif options.secret is not None and options.tls is None and len(options.secret) < _SHORT_SECRET_BYTES:
             logger.warning(
-                "listening on %s with a secret of %d bytes, which can be guessed by anybody who sees a handshake: "
+                "listening on %s with a secret of %d bytes, which can be guessed from an observed handshake: "
                 "take one of %d random bytes or more",
                 address,
                 len(options.secret),

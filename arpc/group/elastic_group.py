@@ -66,10 +66,10 @@ RETURN_LIMIT_S: Final = 3.0
 _event_decoder: Final[msgspec.msgpack.Decoder[Joined | Left]] = msgspec.msgpack.Decoder(Joined | Left)
 
 
-def allocate_id(kv: KeyValues, wish: int | None) -> WorkerId:
-    """Return an id that no worker of this group ever had: ``wish`` if possible. Raises `RendezvousError`."""
+def allocate_id(kv: KeyValues, preferred: int | None) -> WorkerId:
+    """Return an id that no worker of this group ever had: ``preferred`` if possible. Raises `RendezvousError`."""
     token = secrets.token_bytes(TOKEN_BYTES)
-    for worker_id in _candidates(kv, wish):
+    for worker_id in _candidates(kv, preferred):
         if kv.swap(_id_key(worker_id), token) == token:
             return worker_id
     raise RendezvousError(
@@ -77,11 +77,11 @@ def allocate_id(kv: KeyValues, wish: int | None) -> WorkerId:
     )
 
 
-def _candidates(kv: KeyValues, wish: int | None) -> Iterator[WorkerId]:
+def _candidates(kv: KeyValues, preferred: int | None) -> Iterator[WorkerId]:
     """Yield ids that no worker had in an earlier store, to be tried one after the other."""
     used = int.from_bytes(kv.peek(USED) or b"", "little")
-    if wish is not None and not used >> wish & 1:
-        yield wish
+    if preferred is not None and not used >> preferred & 1:
+        yield preferred
     if not used:
         while (worker_id := kv.add(NEXT_ID, 1) - 1) <= MAX_WORKER_ID:
             yield worker_id
@@ -129,7 +129,7 @@ def read_events(kv: KeyValues, start: int) -> list[Joined | Left]:
 
 
 class ElasticPresence(Presence):
-    """One worker's stay in the group. Its methods run in the store's thread, one after the other."""
+    """The registration of one worker in the group. Its methods run in the store's thread, one after the other."""
 
     mine, others = PRESENT_ELASTIC, PRESENT_STATIC
     _record: WorkerRecord | None = None
@@ -232,7 +232,7 @@ class ElasticRendezvous(Rendezvous):
         await self._wait_for_earlier_group(deadline)
         if not await self._store.run(presence.enter):
             raise RendezvousError(MIXED_TEXT)
-        worker_id = await self._store.run(partial(allocate_id, wish=self._store.rank))
+        worker_id = await self._store.run(partial(allocate_id, preferred=self._store.rank))
         record = check_record(make_record(worker_id), name, worker_id)
         dead: bytes | None = None
         while isinstance(found := await self._store.run(partial(presence.take_name, record=record, dead=dead)), bytes):

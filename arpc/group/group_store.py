@@ -184,13 +184,13 @@ class StoreThread:
         future: asyncio.Future[T] = loop.create_future()
 
         def job() -> None:
-            tell: Callable[[], None]
+            settle: Callable[[], None]
             try:
-                tell = partial(_settle, future, future.set_result, function())
+                settle = partial(_settle, future, future.set_result, function())
             except Exception as error:  # noqa: BLE001 - raised where the result is awaited
-                tell = partial(_settle, future, future.set_exception, error)
+                settle = partial(_settle, future, future.set_exception, error)
             with contextlib.suppress(RuntimeError):  # the loop is closed: no caller waits any more
-                loop.call_soon_threadsafe(tell)
+                loop.call_soon_threadsafe(settle)
 
         with self._lock:
             if self._thread is None:

@@ -298,8 +298,8 @@ class Rendezvous:
         Reads the store every `interval_s`, at the cost of two small operations. Ends when the rendezvous is closed; for
         a group of fixed size, at once. Raises `RendezvousError` when a worker of a group of fixed size tries to join.
         """
-        nobody: tuple[Joined | Left, ...] = ()
-        for change in nobody:
+        no_changes: tuple[Joined | Left, ...] = ()
+        for change in no_changes:
             yield change
 
     async def leave(self, *, grace_s: float = 5.0) -> None:

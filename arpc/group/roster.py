@@ -115,37 +115,37 @@ class Roster:
         member = self._members.get(worker.name)
         if member is None:
             self._members[worker.name] = _Member(worker, incarnation, _Standing.PRESENT)
-            self._tell(MemberJoined(worker, incarnation))
+            self._publish(MemberJoined(worker, incarnation))
             return
         is_new = member.incarnation != incarnation
         if not is_new and member.standing is _Standing.PRESENT:
             return
         if is_new and member.standing not in _GONE:
-            self._tell(MemberLost(member.worker, member.incarnation, "another has come under its name"))
+            self._publish(MemberLost(member.worker, member.incarnation, "another has come under its name"))
         member.worker, member.incarnation, member.standing = worker, incarnation, _Standing.PRESENT
         self._gone.pop(worker.name, None)
-        self._tell(MemberReturned(worker, incarnation, is_new))
+        self._publish(MemberReturned(worker, incarnation, is_new))
 
     def suspected(self, worker: WorkerInfo, reason: str) -> None:
         """Record that the connection to a worker broke."""
         member = self._present(worker)
         if member is not None and member.standing is _Standing.PRESENT:
             member.standing = _Standing.SUSPECTED
-            self._tell(MemberSuspected(member.worker, member.incarnation, reason))
+            self._publish(MemberSuspected(member.worker, member.incarnation, reason))
 
     def lost(self, worker: WorkerInfo, reason: str) -> None:
         """Record that a worker was given up."""
         member = self._present(worker)
         if member is not None:
             self._end(member, _Standing.LOST)
-            self._tell(MemberLost(member.worker, member.incarnation, reason))
+            self._publish(MemberLost(member.worker, member.incarnation, reason))
 
     def left(self, worker: WorkerInfo) -> None:
         """Record that a worker sent GOODBYE, or left the group."""
         member = self._present(worker)
         if member is not None:
             self._end(member, _Standing.LEFT)
-            self._tell(MemberLeft(member.worker, member.incarnation))
+            self._publish(MemberLeft(member.worker, member.incarnation))
 
     def _present(self, worker: WorkerInfo) -> _Member | None:
         """Return the member, if it is this very worker and not gone: an event of its predecessor changes nothing."""
@@ -171,7 +171,7 @@ class Roster:
 
     # -- listeners
 
-    def _tell(self, event: MemberEvent) -> None:
+    def _publish(self, event: MemberEvent) -> None:
         if self._is_closed:
             return
         for stream in list(self._streams):

@@ -64,7 +64,10 @@ class StaticPresence(Presence):
         self.start = Round(self._key("start"), self.record.id, self._size, self._describe)
 
     def take(self, kv: KeyValues) -> WorkerRecord | Failed | None:
-        """Take the seat. Returns the record of another worker that has it, or why there will be no group; else None."""
+        """Register this worker under its rank.
+
+        Returns None; the record of another worker that has the rank; or the reason why there will be no group.
+        """
         self._is_mine = self._is_settled = False
         self._find_generation(kv)
         if not self.enter(kv):

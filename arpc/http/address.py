@@ -29,7 +29,7 @@ def refuse_open_page(options: RpcOptions) -> None:
     """Raise `ConfigurationError` if the dashboard could be read from other hosts without a secret."""
     if options.http and options.secret is None and not is_open_to_all(options):
         raise ConfigurationError(
-            f"refusing to serve the dashboard on {options.http} with no secret: anybody who reaches it could see "
+            f"refusing to serve the dashboard on {options.http} with no secret: any process that reaches it could see "
             f"names, addresses and stacks of this group. Set ARPC_SECRET (or RpcOptions.secret), or serve it on "
             f"127.0.0.1 and reach it through a tunnel"
         )

@@ -58,16 +58,16 @@ def _calls(workers: Sequence[WorkerSnapshot]) -> Iterator[Any]:
     from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
 
     series = ["worker", "peer", "function"]
-    for name, told in (
+    for name, text in (
         ("call", "Calls to a peer, from when they are made until their result is there"),
         ("handler", "Calls of a peer, from when they arrive until they are answered"),
     ):
-        total = CounterMetricFamily(f"arpc_{name}s", f"{told}: how many have ended.", labels=[*series, "outcome"])
+        total = CounterMetricFamily(f"arpc_{name}s", f"{text}: how many have ended.", labels=[*series, "outcome"])
         errors = CounterMetricFamily(
-            f"arpc_{name}_errors", f"{told}: how many failed, by exception.", labels=[*series, "error"]
+            f"arpc_{name}_errors", f"{text}: how many failed, by exception.", labels=[*series, "error"]
         )
-        durations = HistogramMetricFamily(f"arpc_{name}_duration_seconds", f"{told}.", labels=series)
-        in_flight = GaugeMetricFamily(f"arpc_{name}s_in_flight", f"{told}: how many have not ended.", labels=series)
+        durations = HistogramMetricFamily(f"arpc_{name}_duration_seconds", f"{text}.", labels=series)
+        in_flight = GaugeMetricFamily(f"arpc_{name}s_in_flight", f"{text}: how many have not ended.", labels=series)
         for worker in workers:
             for row in worker.calls if name == "call" else worker.handlers:
                 key = [worker.name, row.peer, row.function]
@@ -127,8 +127,8 @@ def _levels(workers: Sequence[WorkerSnapshot]) -> Iterator[Any]:
         ("arpc_executor_queue_length", "Plain functions that wait for a thread.", lambda w: w.executor.queued),
         ("arpc_requests_waiting", "Requests that wait for room.", lambda w: w.executor.handlers_waiting),
     )
-    for name, told, value in gauges:
-        gauge = GaugeMetricFamily(name, told, labels=["worker"])
+    for name, text, value in gauges:
+        gauge = GaugeMetricFamily(name, text, labels=["worker"])
         for worker in workers:
             gauge.add_metric([worker.name], value(worker))
         yield gauge
@@ -136,8 +136,8 @@ def _levels(workers: Sequence[WorkerSnapshot]) -> Iterator[Any]:
         ("arpc_peers_given_up", "Peers that fell silent.", lambda w: w.peers_given_up),
         ("arpc_connections_refused", "Connections that were refused.", lambda w: w.connections_refused),
     )
-    for name, told, value in counters:
-        counter = CounterMetricFamily(name, told, labels=["worker"])
+    for name, text, value in counters:
+        counter = CounterMetricFamily(name, text, labels=["worker"])
         for worker in workers:
             counter.add_metric([worker.name], value(worker))
         yield counter
@@ -161,19 +161,19 @@ def _objects(workers: Sequence[WorkerSnapshot]) -> Iterator[Any]:
         contexts.add_metric([worker.name], len(worker.contexts))
         context_age.add_metric([worker.name], max((context.age_s for context in worker.contexts), default=0.0))
     yield from (rrefs, oldest, contexts, context_age)
-    for key_, name, told in (
+    for key_, name, text in (
         ("capacity_bytes", "arpc_shared_memory_capacity_bytes", "Memory the worker may share with its host."),
         ("resident_bytes", "arpc_shared_memory_resident_bytes", "How much of it the system has given."),
         ("used_bytes", "arpc_shared_memory_used_bytes", "How much of it holds tensors."),
         ("borrowed_bytes", "arpc_shared_memory_borrowed_bytes", "Memory of others that tensors here are in."),
     ):
-        yield _memory(workers, key_, name, told)
+        yield _memory(workers, key_, name, text)
 
 
-def _memory(workers: Iterable[WorkerSnapshot], key: str, name: str, told: str) -> Any:
+def _memory(workers: Iterable[WorkerSnapshot], key: str, name: str, text: str) -> Any:
     from prometheus_client.core import GaugeMetricFamily
 
-    gauge = GaugeMetricFamily(name, told, labels=["worker"])
+    gauge = GaugeMetricFamily(name, text, labels=["worker"])
     for worker in workers:
         if key in worker.shared_memory:
             gauge.add_metric([worker.name], worker.shared_memory[key])

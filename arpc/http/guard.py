@@ -4,7 +4,7 @@ On loopback every user of this host has access, but web pages of other origins h
 port from a browser on this host: the ``Host`` must be this host (other names that resolve to 127.0.0.1 are refused, as
 in DNS rebinding), and requests that change something must come from a page of this server.
 
-Beyond loopback a request needs the cluster's secret, as a bearer token or as the cookie that the login sets. The token
+Beyond loopback a request needs the group's secret, as a bearer token or as the cookie that the login sets. The token
 is derived from the secret, so that a scraper of ``/metrics`` need not be able to run code on the workers.
 """
 
@@ -68,7 +68,7 @@ class Guard:
             return foreign
         if not self.needs_secret or self.is_session(cookie) or self._bears_token(headers.get("Authorization", "")):
             return _ALLOWED
-        return Verdict(401, "this page needs the cluster's secret")
+        return Verdict(401, "this page needs the group's secret")
 
     def judge_origin(self, method: str, headers: Mapping[str, str]) -> Verdict:
         """Decide whether a request's origin is allowed, whatever secret it has: for the login itself."""

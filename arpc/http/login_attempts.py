@@ -15,8 +15,8 @@ _IPV6_PREFIX_BITS: Final = 64  # the network of one customer of a provider, who 
 class LoginAttempts:
     """Logins in progress, by the address that they come from.
 
-    The table is bounded. When it is full, the address that has been in it longest is removed: a client that guesses
-    from more addresses than it holds gets some more guesses, and no user is refused because of that.
+    The table is bounded. When it is full, the address that has been in it longest is removed: a client that logs
+    in from more addresses than the table holds gets some more attempts, and no user is refused because of that.
     """
 
     def __init__(self, per_address: int = _PER_ADDRESS, addresses: int = _ADDRESSES) -> None:

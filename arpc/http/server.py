@@ -229,20 +229,21 @@ class HttpServer:
         except ValueError:
             return _json({"error": "limit must be a number of lines"}, status=400)
         limit = max(1, min(limit, MAX_LINES))
-        told = await self._metrics.group_logs(
+        answers = await self._metrics.group_logs(
             query.get("level", ""), query.get("search", ""), limit, query.get("worker", "")
         )
-        lines = sorted(((line.time_s, one.worker, line) for one in told for line in one.lines), key=lambda row: row[:2])
+        found = ((line.time_s, one.worker, line) for one in answers for line in one.lines)
+        lines = sorted(found, key=lambda row: row[:2])
         return _json([{"worker": worker, **msgspec.to_builtins(line)} for _, worker, line in lines[-limit:]])
 
     async def _errors(self, request: web.Request) -> web.StreamResponse:
-        told = await self._metrics.group_errors(request.query.get("worker", ""))
-        rows = [{"worker": one.worker, **msgspec.to_builtins(entry)} for one in told for entry in one.errors]
+        answers = await self._metrics.group_errors(request.query.get("worker", ""))
+        rows = [{"worker": one.worker, **msgspec.to_builtins(entry)} for one in answers for entry in one.errors]
         return _json(sorted(rows, key=lambda row: -row["last_s"]))
 
     async def _history(self, request: web.Request) -> web.StreamResponse:
-        told = await self._metrics.group_history(request.query.get("worker", ""))
-        return _json({"step_s": 10, "history": join_histories(one.history for one in told)})
+        answers = await self._metrics.group_history(request.query.get("worker", ""))
+        return _json({"step_s": 10, "history": join_histories(one.history for one in answers)})
 
     async def _timeline(self, request: web.Request) -> web.StreamResponse:
         name, body = self._kept_trace or ("", b"")

@@ -67,23 +67,24 @@ def write_secret(directory: Path) -> Path:
     return path
 
 
-def choose_http(wish: str) -> str:
-    """Return the address for the dashboard: ``wish``, or if that is empty a free address of this machine.
+def choose_http(wanted: str) -> str:
+    """Return the address for the dashboard: ``wanted``, or if that is empty a free address of this machine.
 
-    Without a wish, another port is taken if the usual one is in use. Raises `ConfigurationError` if the wished one is.
+    If ``wanted`` is empty and the usual port is in use, another one is taken. Raises `ConfigurationError` if ``wanted``
+    is in use.
     """
-    host, _, port = wish.rpartition(":")
-    if wish and not (host and port.isdecimal()):
+    host, _, port = wanted.rpartition(":")
+    if wanted and not (host and port.isdecimal()):
         raise ConfigurationError(
-            f"the dashboard's address is given as HOST:PORT, such as {LOOPBACK}:{HTTP_PORT}, not {wish!r}"
+            f"the dashboard's address is given as HOST:PORT, such as {LOOPBACK}:{HTTP_PORT}, not {wanted!r}"
         )
-    for number in (int(port),) if wish else (HTTP_PORT, 0):
+    for number in (int(port),) if wanted else (HTTP_PORT, 0):
         try:
             with socket.create_server((host or LOOPBACK, number)) as free:
                 return f"{host or LOOPBACK}:{free.getsockname()[1]}"
         except OSError as error:
             problem = error
-    raise ConfigurationError(f"the dashboard cannot be at {wish}: {problem.strerror}")
+    raise ConfigurationError(f"the dashboard cannot be at {wanted}: {problem.strerror}")
 
 
 async def answers(address: str) -> bool:

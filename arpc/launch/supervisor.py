@@ -162,7 +162,7 @@ class Supervisor:
             self._directory = None
         else:
             self.end_all()
-            self._tell({"ended": True})
+            self._report({"ended": True})
 
     def _signal(self, rank: int, number: int) -> None:
         worker = self._workers.get(rank)
@@ -183,7 +183,7 @@ class Supervisor:
     def _never_started(self, start: Start, number: int) -> None:
         """Report a worker that waits for its turn as ended by a signal, as if it had come during the imports."""
         start.close()
-        self._tell({"exited": start.rank, "code": -number})
+        self._report({"exited": start.rank, "code": -number})
 
     def _start(self, order: dict[str, Any]) -> None:
         count = 3 if order["input"] else 2
@@ -220,10 +220,10 @@ class Supervisor:
             )
         except OSError as error:
             problem = f"cannot run {start.command[0]}: {error}"
-            self._tell({"exited": start.rank, "code": CANNOT_START, "problem": problem})
+            self._report({"exited": start.rank, "code": CANNOT_START, "problem": problem})
         else:
             self._workers[start.rank] = worker
-            self._tell({"started": start.rank, "pid": worker.pid})
+            self._report({"started": start.rank, "pid": worker.pid})
         finally:
             start.close()
 
@@ -300,7 +300,7 @@ class Supervisor:
         """Record and report a forked worker, and let it run."""
         start.close()
         self._workers[start.rank] = Forked(pid)
-        self._tell({"started": start.rank, "pid": pid})
+        self._report({"started": start.rank, "pid": pid})
         early = template.early.get(pid)
         if early is not None:  # and is reaped: its pid may be another process's by now
             self._exited(start.rank, early)
@@ -342,11 +342,11 @@ class Supervisor:
             return
         now = time.monotonic()
         since = (template.forking or template.waiting[0]).since
-        problem = template.pulse.problem(now)
+        problem = template.activity.problem(now)
         if not problem and now - since > FORK_S:
             problem = f"has not been ready for {FORK_S:g} s"
         if problem:
-            self._tell({"unforked": f"the process that workers are forked from, {template.process.pid}, {problem}"})
+            self._report({"unforked": f"the process that workers are forked from, {template.process.pid}, {problem}"})
             self._lose_template()
 
     # -- the end -------------------------------------------------------------------------------------------------------
@@ -369,7 +369,7 @@ class Supervisor:
     def _exited(self, rank: int, status: int) -> None:
         worker = self._workers.pop(rank)
         worker.returncode = os.waitstatus_to_exitcode(status)  # or Popen would wait for the process itself
-        self._tell({"exited": rank, "code": worker.returncode})
+        self._report({"exited": rank, "code": worker.returncode})
 
     def _reaped_stranger(self, pid: int, status: int) -> None:
         template = self._template
@@ -386,7 +386,7 @@ class Supervisor:
             self._lose_template(start_others=False)  # or it might fork one more worker meanwhile
         deadline = time.monotonic() + LAST_WORDS_S
         asked: set[int] = set()
-        while found := set(self._everyone()):
+        while found := set(self._descendants()):
             is_late = time.monotonic() > deadline
             if time.monotonic() > deadline + STUCK_S:
                 return
@@ -397,7 +397,7 @@ class Supervisor:
             self._reap()
             time.sleep(POLL_S)
 
-    def _everyone(self) -> Iterator[int]:
+    def _descendants(self) -> Iterator[int]:
         """Yield the pids of all descendants of this process except the template. Without /proc, of the workers only."""
         self._reap()
         if _prctl is None:
@@ -427,7 +427,7 @@ class Supervisor:
                     file.unlink()
                 self._directory.rmdir()
 
-    def _tell(self, news: dict[str, Any]) -> None:
+    def _report(self, news: dict[str, Any]) -> None:
         with contextlib.suppress(OSError):  # the launcher is gone: reading the socket reports it
             self._control.sendall(json.dumps(news).encode() + b"\n")
 
@@ -440,7 +440,7 @@ class Template:
         self.line = line
         self.received = b""
         self.is_warm = False
-        self.pulse = ActivityMonitor(process.pid)
+        self.activity = ActivityMonitor(process.pid)
         self.waiting: deque[Start] = deque()
         self.forking: Start | None = None
         self.permit = -1

@@ -35,7 +35,7 @@ from arpc.wire.messages import Inspect
 
 __all__ = ["Inspector", "Traffic"]
 
-_CONTEXTS_TOLD: Final = 200
+_MOST_CONTEXTS: Final = 200
 _PAGE_BYTES: Final = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
@@ -233,7 +233,7 @@ class Inspector:
                 gradients=len(context.gradients),
                 is_running=context.active_pass is not None,
             )
-            for context in oldest_first[:_CONTEXTS_TOLD]
+            for context in oldest_first[:_MOST_CONTEXTS]
         ]
 
 

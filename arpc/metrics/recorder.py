@@ -49,10 +49,10 @@ class Series:
 class Recorder:
     """The series of one worker: a `Meter` of its agent. Belongs to the loop."""
 
-    def __init__(self, now: float, told: Callable[[str, str, BaseException], None] | None = None) -> None:
-        """``told`` is called for each handler that failed, with its caller, its name and the error."""
+    def __init__(self, now: float, on_failure: Callable[[str, str, BaseException], None] | None = None) -> None:
+        """``on_failure`` is called for each handler that failed, with its caller, its name and the error."""
         self.since = now
-        self._told = told
+        self._on_failure = on_failure
         self.calls: dict[tuple[str, str], Series] = {}
         """The calls of this worker, by peer and function."""
         self.handlers: dict[tuple[str, str], Series] = {}
@@ -86,8 +86,8 @@ class Recorder:
         if function != _INSPECT:
             series = self.handlers.get((caller, function)) or self._add(self.handlers, caller, function)
             _count_error(series, error)
-            if self._told is not None:
-                self._told(caller, function, error)
+            if self._on_failure is not None:
+                self._on_failure(caller, function, error)
 
     def _find(self, peer: str, function: Any) -> Series:
         name = name_of(function)

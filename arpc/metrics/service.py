@@ -182,7 +182,7 @@ class MetricsService:
             return self._answer_stacks(*arguments)
         if what == "group_trace":
             return self.trace(*arguments)
-        raise ValueError(f"worker {self.inspector.info.name!r} cannot tell {what!r}: it has another version of arpc")
+        raise ValueError(f"worker {self.inspector.info.name!r} cannot report {what!r}: it has another version of arpc")
 
     def snapshot(self) -> WorkerSnapshot:
         """Return the current state of this worker."""
@@ -272,7 +272,7 @@ class MetricsService:
                 f"not {seconds!r} s of {form}"
             )
         if self._is_tracing:
-            raise OverloadedError(f"worker {self.inspector.info.name!r} records for somebody else: try again later")
+            raise OverloadedError(f"worker {self.inspector.info.name!r} records a trace already: try again later")
         self._is_tracing = True
         try:
             return await self.record_trace(seconds, form)

@@ -137,7 +137,7 @@ class DistributedOptimizer(Optimizer):
         changes = {part: part.changes(self.param_groups) for part in self._parts}
         calls = [(part, _bound(part.rref.rpc_async(timeout).step, context_id, changes[part])) for part in changes]
         # a change that an owner may not have received is sent again
-        await self._on_owners(f"the step of context {context_id}", calls, lambda part: part.told(changes[part]))
+        await self._on_owners(f"the step of context {context_id}", calls, lambda part: part.record(changes[part]))
 
     async def state_dict(self, *, timeout: float | Unset = UNSET) -> dict[str, Any]:  # type: ignore[override]
         """Return the state of all owners' optimizers on the CPU, as one torch optimizer over all parameters has it.

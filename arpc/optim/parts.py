@@ -46,7 +46,7 @@ class Part:
             for number, known in zip(self.groups, self.known, strict=True)
         ]
 
-    def told(self, changes: Sequence[Group]) -> None:
+    def record(self, changes: Sequence[Group]) -> None:
         """Record that the owner has made these changes."""
         assert self.known is not None
         for known, changed in zip(self.known, changes, strict=True):

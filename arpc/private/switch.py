@@ -8,4 +8,4 @@ from typing import Final
 __all__ = ["PUBLIC_ONLY"]
 
 PUBLIC_ONLY: Final = os.environ.get("ARPC_PUBLIC_APIS", "") not in {"", "0"}
-"""Whether ``ARPC_PUBLIC_APIS`` is set, and not to 0: only documented APIs of torch and asyncio are used then."""
+"""Whether ``ARPC_PUBLIC_APIS`` is set, and not to 0: undocumented APIs that have a fallback are not used then."""

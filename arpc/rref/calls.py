@@ -67,7 +67,7 @@ async def held_value(rref: int, is_created: bool) -> Any:
 
 
 async def run_here(function: Callable[..., Any], *args: Any) -> Any:
-    """Hand over from the handler that calls this to a function, which runs as its kind requires."""
+    """Run a function in place of the handler that returns this; it runs as its kind requires."""
     return RunInstead(*runnable(function, args), {})
 
 
@@ -94,7 +94,7 @@ def call_method(rref: int, is_created: bool, name: str, /, *args: Any, **kwargs:
     function, arguments = runnable(context.get_method(value, name), args)
     is_queued = is_one_at_a_time(type(value), name)
     if not function.is_final or is_queued or function.results.are_large or run.handling is not None:
-        return _hand_over(context, value if is_queued else None, function, arguments, kwargs)
+        return _run_method(context, value if is_queued else None, function, arguments, kwargs)
     if run.creation is None:  # the result of a creation stays here
         run.results = function.results
     coroutine: Coroutine[Any, Any, Any] = function.call(*arguments, **kwargs)
@@ -104,22 +104,25 @@ def call_method(rref: int, is_created: bool, name: str, /, *args: Any, **kwargs:
 async def _call_later(
     context: RRefContext, rref: int, is_created: bool, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Wait for the value, then hand over to its method."""
+    """Wait for the value, then run its method."""
     value = await context.value(rref, is_created=is_created)
     function, arguments = runnable(context.get_method(value, name), args)
     queued = value if is_one_at_a_time(type(value), name) else None
-    return await _hand_over(context, queued, function, arguments, kwargs)
+    return await _run_method(context, queued, function, arguments, kwargs)
 
 
-async def _hand_over(
+async def _run_method(
     context: RRefContext, queued: Any, function: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """Hand over to a method. ``queued`` is the object whose queue it waits in; None if it need not wait."""
+    """Run a method in place of this handler.
+
+    ``queued`` is the object whose queue it waits in; None if it need not wait.
+    """
     if queued is not None and function.mode not in _YIELDS:
         scope = current_scope.get()
         assert scope is not None  # this is a handler
-        turns: MethodQueues = scope.worker.keep(MethodQueues)
-        return await turns.run(context.agent.dispatcher, queued, function, args, kwargs)
+        queues: MethodQueues = scope.worker.keep(MethodQueues)
+        return await queues.run(context.agent.dispatcher, queued, function, args, kwargs)
     return RunInstead(function, args, kwargs)
 
 

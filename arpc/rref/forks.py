@@ -14,7 +14,7 @@ and keeps its own until the owner counts the child. So, whatever order messages 
 ========================  ===========================================================================================
 remote()                  the creation itself makes the first fork known to the owner
 owner sends to a user     counted when it is sent
-user sends to a user      the child asks the owner to count it (fork request), then tells its parent (child accept)
+user sends to a user      the child asks the owner to count it (fork request), then notifies its parent (child accept)
 user sends to the owner   the owner finds the value itself, and accepts the child at once
 ========================  ===========================================================================================
 
@@ -213,7 +213,7 @@ class Forks(Generic[U, V]):
     def owner_unreached(self, owner: WorkerInfo, rref: RRefId, fork: ForkId) -> None:
         """The owner did not answer a message about a fork: the message may have arrived all the same."""
         if self._is_given_up(fork):
-            self._remember_ghost(owner, rref, fork)
+            self._remember_lost_fork(owner, rref, fork)
 
     def handle_dropped(self, user: U) -> _Instructions:
         """A user's handle was dropped or released."""
@@ -427,10 +427,10 @@ class Forks(Generic[U, V]):
             return self._end_if_unused(user)
         accept = self._accept(user.fork, user.parent) if user.state is _REQUESTED else _NOTHING
         user.state = _LOST
-        self._remember_ghost(user.owner, user.rref, user.fork)
+        self._remember_lost_fork(user.owner, user.rref, user.fork)
         return (MarkLost(user.fork), *accept, *self._end_if_unused(user))
 
-    def _remember_ghost(self, owner: WorkerInfo, rref: RRefId, fork: ForkId) -> None:
+    def _remember_lost_fork(self, owner: WorkerInfo, rref: RRefId, fork: ForkId) -> None:
         self._lost_forks.setdefault(owner, []).append((rref, fork))
         if len(self._lost_forks) > _REMEMBERED_OWNERS:
             self._lost_forks.popitem(last=False)
@@ -443,10 +443,10 @@ class Forks(Generic[U, V]):
             if user.owner == named:
                 user.owner = worker
         # the predecessors of a worker never come back
-        ghosts = {owner: self._lost_forks.pop(owner) for owner in list(self._lost_forks) if owner.name == worker.name}
+        lost = {owner: self._lost_forks.pop(owner) for owner in list(self._lost_forks) if owner.name == worker.name}
         return [
             Send(RRefUserDelete, worker, item)
-            for owner, forks in ghosts.items()
+            for owner, forks in lost.items()
             if owner in (worker, named)
             for item in forks
         ]

@@ -36,7 +36,7 @@ def one_at_a_time(target: F) -> F:
     This applies to calls through RRefs. Each object has one queue for all callers and all RRefs to it. In a marked
     class all methods use the queue, including methods of base classes and subclasses; in any other class only marked
     methods do. An ``async def`` keeps its turn while it awaits; a plain ``def`` keeps it until its thread has ended,
-    even if the caller has been cancelled. A call that fails, or is cancelled while it waits, makes way for the next.
+    even if the caller has been cancelled. A call that fails, or is cancelled while it waits, lets the next one start.
 
     Not queued are calls of the object in its own process, methods that yield, and the forward passes of an
     `arpc.nn.RemoteModule`. A method that awaits a remote call of its own object is in a deadlock until the timeout.
@@ -44,7 +44,7 @@ def one_at_a_time(target: F) -> F:
     if inspect.isgeneratorfunction(target) or inspect.isasyncgenfunction(target):
         raise TypeError(
             f"{name_of(target)} yields, and a stream may take as long as its reader likes: other calls cannot wait for "
-            f"it. Use an asyncio.Lock around the parts that must not meet other calls"
+            f"it. Use an asyncio.Lock around the parts that must not run together with other calls"
         )
     if not inspect.isclass(target) and not inspect.isfunction(target):
         kind = type(target).__name__
@@ -53,11 +53,11 @@ def one_at_a_time(target: F) -> F:
     return target
 
 
-def _takes_turns(kind: type, name: str) -> bool:
+def _is_marked(kind: type, name: str) -> bool:
     return getattr(kind, _MARK, False) is True or getattr(getattr(kind, name, None), _MARK, False) is True
 
 
-is_one_at_a_time: Callable[[type, str], bool] = lru_cache(maxsize=1024)(_takes_turns)
+is_one_at_a_time: Callable[[type, str], bool] = lru_cache(maxsize=1024)(_is_marked)
 """Whether calls of a method of a class run one at a time. Cached, since every method call looks it up."""
 
 
@@ -80,7 +80,7 @@ class MethodQueues:
         await lock.acquire()
         over: concurrent.futures.Future[None] = concurrent.futures.Future()
         if function.mode is Mode.THREAD:
-            function = function.like(_telling(function.call, over))
+            function = function.like(_completing(function.call, over))
         else:
             over.set_result(None)
         try:
@@ -93,7 +93,7 @@ class MethodQueues:
                 over.add_done_callback(partial(_release, dispatcher.loop, lock, value))
 
 
-def _telling(call: Callable[..., Any], over: concurrent.futures.Future[None]) -> Callable[..., Any]:
+def _completing(call: Callable[..., Any], over: concurrent.futures.Future[None]) -> Callable[..., Any]:
     """Return a function that also completes a future when the call has ended in its thread."""
 
     def run(*args: Any, **kwargs: Any) -> Any:

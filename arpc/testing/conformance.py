@@ -6,7 +6,7 @@
     async def test_conformance(check):
         await TransportConformance(MyTransport, "my://").run(check)
 
-A check that fails raises an `AssertionError` with its finding. The contract itself is in `arpc.transport.connection`.
+A check that fails raises an `AssertionError` with its finding. The contract itself is in `arpc.transport.contract`.
 """
 
 from __future__ import annotations

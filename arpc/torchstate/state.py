@@ -2,9 +2,9 @@
 
 It covers the state that ``with`` blocks of torch's public API change on the calling thread: grad mode, inference mode,
 autocast (every device type, its dtype, the cache flag, the nesting depth), the stack of torch function modes with the
-default device, the stack of dispatch modes, and the stack of saved-tensor hooks (from torch 2.8 on; older versions
-cannot read it). Not covered: torch's state per process (anomaly mode, default dtype, thread counts), the profiler, the
-current CUDA device and stream, and autocast switched by torch's bare setters outside of any ``torch.autocast`` block.
+default device, the stack of dispatch modes, and the stack of saved-tensor hooks. Not covered: torch's state per process
+(anomaly mode, default dtype, thread counts), the profiler, the current CUDA device and stream, and autocast switched by
+torch's bare setters outside of any ``torch.autocast`` block.
 
 A :class:`SavedState` holds no guard object of torch, only values: restore it on any thread, any number of times.
 """

@@ -82,7 +82,7 @@ class Listener(ABC):
 
     def _abort_handshakes(self) -> None:
         for connection in [each for each in self._accepted if each.protocol.state is State.HANDSHAKE]:
-            connection.abort(ConnectionClosedError(f"nobody listens on {self.address} any more"))
+            connection.abort(ConnectionClosedError(f"{self.address} is no longer listened on"))
 
 
 class Transport(ABC):

@@ -170,7 +170,7 @@ class MemoryNetwork(Transport):
     async def connect(self, address: str, protocol: Protocol, receiver: Receiver) -> Connection:
         listener = self._listeners.get(_name_in(address))
         if listener is None:
-            raise ConnectionRefusedError(errno.ECONNREFUSED, f"nobody listens on {address}")
+            raise ConnectionRefusedError(errno.ECONNREFUSED, f"no worker listens on {address}")
         return listener.connect(protocol, receiver)
 
     async def listen(self, address: str, accept: Accept) -> Listener:

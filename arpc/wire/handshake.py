@@ -9,7 +9,7 @@
                                        <-    WELCOME
         either: REFUSE with a reason, instead of its next message
 
-A proof is an HMAC-SHA256 under the cluster secret over both identities, both nonces, the versions and the role of the
+A proof is an HMAC-SHA256 under the group secret over both identities, both nonces, the versions and the role of the
 prover. So it cannot be replayed (nonces), reflected (role), moved to another worker (identity) or used to downgrade
 both sides to an older version. It covers the identities byte for byte as they were sent, and so also fields that the
 other side does not know. Without a secret, proofs are empty. On a connection with TLS, the name in an identity must be
@@ -253,22 +253,22 @@ class Handshake:
         them, me = claimed.name, self._me.name
         if self._certified is not None and them not in self._certified:
             raise AuthenticationError(
-                f"somebody says to be worker {them!r}, with a certificate for {self._certified}: give each worker one "
+                f"a peer claims to be worker {them!r}, with a certificate for {self._certified}: give each worker one "
                 f"for its own name"
             )
         if self._secret is None:
             if proof:
                 raise AuthenticationError(
-                    f"worker {them!r} uses a cluster secret and {me!r} has none: set the same ARPC_SECRET for both"
+                    f"worker {them!r} uses a group secret and {me!r} has none: set the same ARPC_SECRET for both"
                 )
             return
         if not proof:
             raise AuthenticationError(
-                f"worker {them!r} has no cluster secret and {me!r} asks for it: set the same ARPC_SECRET for both"
+                f"worker {them!r} has no group secret and {me!r} asks for it: set the same ARPC_SECRET for both"
             )
         if not hmac.compare_digest(proof, self._proof_of(prover)):
             raise AuthenticationError(
-                f"worker {them!r} has another cluster secret than {me!r}: set the same ARPC_SECRET for both"
+                f"worker {them!r} has another group secret than {me!r}: set the same ARPC_SECRET for both"
             )
 
     _STEPS: ClassVar[Mapping[tuple[_State, MessageType], Callable[[Handshake, Message], bytes]]] = {

@@ -82,13 +82,13 @@ def released(group, monkeypatch) -> list[tuple[str, int]]:
     """Who was told the end of a context, by whom: perhaps more than once, on a busy machine."""
     told: list[tuple[str, int]] = []
     for worker in group:
-        tell = worker.autograd.lifetimes._tell
+        tell = worker.autograd.lifetimes._send_release
 
         def tell_noted(to: int, context_id: int, name: str = worker.name, tell=tell):
             told.append((name, to))
             return tell(to, context_id)
 
-        monkeypatch.setattr(worker.autograd.lifetimes, "_tell", tell_noted)
+        monkeypatch.setattr(worker.autograd.lifetimes, "_send_release", tell_noted)
     return told
 
 

@@ -292,20 +292,20 @@ def test_so_is_what_is_remembered_of_contexts_that_were_left_or_asked_for():
     for number in range(10_000):
         context = container.enter(6 << 48 | number, 6)
         assert context is not None
-        assert container.try_to_leave(context, 1, told=6)
-        container.tell_early(7 << 48 | number, 1, 6, has_announced=True)
+        assert container.try_to_leave(context, 1, notified=6)
+        container.record_early_reply(7 << 48 | number, 1, 6, has_announced=True)
     assert not container.contexts
     assert len(container._left) <= 4096
     assert len(container._unknown) <= 4096
     assert not container.callable
     told = 7 << 48 | 9_999
-    container.tell_early(told, 0, 6, has_announced=True)
-    container.tell_early(told, 1, 6, has_announced=True)  # of an earlier pass nobody asks any more
+    container.record_early_reply(told, 0, 6, has_announced=True)
+    container.record_early_reply(told, 1, 6, has_announced=True)  # of an earlier pass nobody asks any more
     again = container.enter(told, 6)
     assert again is not None
     assert again.early_replies == {1: {6: True}}
     container.remove(told)
-    container.tell_early(told, 2, 6, has_announced=True)  # it has ended, and nothing will ever come of it
+    container.record_early_reply(told, 2, 6, has_announced=True)  # it has ended, and nothing will ever come of it
     assert container.enter(told, 6) is None
 
 
@@ -315,14 +315,14 @@ def test_what_is_learned_of_others_does_not_make_it_forget_a_context_that_it_lef
     left = container.enter(6 << 48, 6)
     assert left is not None
     left.known_workers[6] = 1
-    assert container.try_to_leave_unused(left, told=6)
+    assert container.try_to_leave_unused(left, notified=6)
     for number in range(1, 5_000):
         if tells == "ends":
             container.remove(6 << 48 | number)
         elif tells == "failed passes":
             container.fail_early(6 << 48 | number, 1)
         else:
-            container.tell_early(6 << 48 | number, 1, 6, has_announced=True)
+            container.record_early_reply(6 << 48 | number, 1, 6, has_announced=True)
     assert container.has_left(6 << 48)
     assert 6 << 48 in container.callable  # a task that outlives its handler may go on there
     assert container.rejoin(6 << 48) is container.find(6 << 48)
@@ -337,11 +337,11 @@ def test_what_is_learned_of_others_brings_no_context_to_life_again(tells):
         if tells == "failed passes":
             container.fail_early(6 << 48 | number, 1)
         elif tells == "early news":
-            container.tell_early(6 << 48 | number, 1, 6, has_announced=True)
+            container.record_early_reply(6 << 48 | number, 1, 6, has_announced=True)
         else:
             context = container.enter(6 << 48 | number, 6)
             assert context is not None
-            assert container.try_to_leave(context, 1, told=6)
+            assert container.try_to_leave(context, 1, notified=6)
     assert container.enter(6 << 48, 6) is None
 
 
@@ -351,7 +351,7 @@ def test_contexts_that_are_left_do_not_make_it_forget_news_of_others():
     for number in range(5_000):
         context = container.enter(6 << 48 | number, 6)
         assert context is not None
-        assert container.try_to_leave(context, 1, told=6)
+        assert container.try_to_leave(context, 1, notified=6)
     entered = container.enter(7 << 48, 6)
     assert entered is not None
     assert entered.aborted_passes == {3}

@@ -1,4 +1,4 @@
-"""A drop-in that is alone in its group and calls itself: all of the skin, in one process."""
+"""A drop-in that is alone in its group and calls itself: the whole API, in one process."""
 
 from __future__ import annotations
 

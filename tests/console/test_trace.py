@@ -57,7 +57,7 @@ async def test_one_is_recorded_at_a_time(worker):
     worker.metrics.record_trace = record
     first = asyncio.create_task(worker.metrics.trace(1.0))
     await turns_until(lambda: begun)
-    with pytest.raises(OverloadedError, match="somebody else"):
+    with pytest.raises(OverloadedError, match="records a trace already"):
         await worker.metrics.trace(1.0)
     first.cancel()
     with pytest.raises(asyncio.CancelledError):

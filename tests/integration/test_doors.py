@@ -91,9 +91,9 @@ async def test_another_secret_is_refused(processes: Processes):
     worker = await Start("test", start.init_method, 0, 4, options).join()
     try:
         assert await worker.rpc_sync("a", functions.echo, args=(1,)) == 1
-        with pytest.raises(arpc.AuthenticationError, match=r"'wrong'.*another cluster secret"):
+        with pytest.raises(arpc.AuthenticationError, match=r"'wrong'.*another group secret"):
             await worker.rpc_sync("wrong", functions.echo, args=(2,))
-        with pytest.raises(arpc.AuthenticationError, match=r"'without'.*no cluster secret.*ARPC_SECRET"):
+        with pytest.raises(arpc.AuthenticationError, match=r"'without'.*no group secret.*ARPC_SECRET"):
             await worker.rpc_sync("without", functions.echo, args=(3,))
         # and the other way round, nothing of what they send is looked at
         assert await worker.rpc_sync("a", functions.echo, args=(4,)) == 4

@@ -417,9 +417,9 @@ async def test_nobody_is_left_when_the_supervisor_is_killed(
 
 def looks_until_problem(pid: int, most: int) -> tuple[int, str]:
     """How many looks at a process it takes to find something wrong, and what."""
-    pulse = supervisor.ActivityMonitor(pid)
+    activity = supervisor.ActivityMonitor(pid)
     for number in range(1, most + 1):
-        if problem := pulse.problem(number * supervisor.LOOK_S):
+        if problem := activity.problem(number * supervisor.LOOK_S):
             return number, problem
     return most, ""
 
@@ -448,5 +448,5 @@ def test_who_does_nothing_is_found_out(source: str, state: str, looks: int, expe
 
 
 def test_looks_that_follow_too_soon_do_not_count():
-    pulse = supervisor.ActivityMonitor(os.getppid())
-    assert {pulse.problem(1.0 + number * supervisor.LOOK_S / 1000) for number in range(900)} == {""}
+    activity = supervisor.ActivityMonitor(os.getppid())
+    assert {activity.problem(1.0 + number * supervisor.LOOK_S / 1000) for number in range(900)} == {""}

@@ -27,7 +27,7 @@ async def test_networks_are_apart():
     async with Endpoints(MemoryNetwork(), "memory://here") as endpoints:
         await endpoints.pair()
         async with Endpoints(MemoryNetwork(), "memory://there") as others:
-            with pytest.raises(ConnectionRefusedError, match="nobody listens on memory://here"):
+            with pytest.raises(ConnectionRefusedError, match="no worker listens on memory://here"):
                 await others.start(address="memory://here")
 
 

@@ -215,7 +215,7 @@ def test_a_man_in_the_middle_cannot_talk_both_down_to_an_older_version(monkeypat
 def test_another_secret_is_found_out_by_the_connector_first():
     near, far = connector(b"one"), acceptor(b"two")
 
-    with pytest.raises(AuthenticationError, match=r"worker 'bob' has another cluster secret than 'alice'.*ARPC_SECRET"):
+    with pytest.raises(AuthenticationError, match=r"worker 'bob' has another group secret than 'alice'.*ARPC_SECRET"):
         near.receive(challenge_of(near, far))
 
 
@@ -223,7 +223,7 @@ def test_a_connector_that_does_not_check_is_found_out_by_the_acceptor():
     near, far = connector(b"one"), acceptor(b"two")
     challenge_of(near, far)
 
-    with pytest.raises(AuthenticationError, match="worker 'alice' has another cluster secret than 'bob'") as caught:
+    with pytest.raises(AuthenticationError, match="worker 'alice' has another group secret than 'bob'") as caught:
         far.receive(message(MessageType.PROOF, bytes(32)))
 
     assert not far.done
@@ -235,23 +235,23 @@ def test_a_connector_that_does_not_check_is_found_out_by_the_acceptor():
 
 def test_a_secret_on_one_side_only_is_an_error_that_says_where():
     near, far = connector(None), acceptor(SECRET)
-    with pytest.raises(AuthenticationError, match="worker 'bob' uses a cluster secret and 'alice' has none"):
+    with pytest.raises(AuthenticationError, match="worker 'bob' uses a group secret and 'alice' has none"):
         near.receive(challenge_of(near, far))
 
     near, far = connector(SECRET), acceptor(None)
-    with pytest.raises(AuthenticationError, match="worker 'bob' has no cluster secret and 'alice' asks for it"):
+    with pytest.raises(AuthenticationError, match="worker 'bob' has no group secret and 'alice' asks for it"):
         near.receive(challenge_of(near, far))
 
 
 def test_the_acceptor_notices_a_missing_or_an_unexpected_proof():
     far = acceptor(SECRET)
     challenge_of(connector(None), far)
-    with pytest.raises(AuthenticationError, match="worker 'alice' has no cluster secret and 'bob' asks for it"):
+    with pytest.raises(AuthenticationError, match="worker 'alice' has no group secret and 'bob' asks for it"):
         far.receive(message(MessageType.PROOF))
 
     far = acceptor(None)
     challenge_of(connector(SECRET), far)
-    with pytest.raises(AuthenticationError, match="worker 'alice' uses a cluster secret and 'bob' has none"):
+    with pytest.raises(AuthenticationError, match="worker 'alice' uses a group secret and 'bob' has none"):
         far.receive(message(MessageType.PROOF, bytes(32)))
 
 

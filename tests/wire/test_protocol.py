@@ -109,7 +109,7 @@ def test_a_wrong_secret_is_told_to_the_other_end():
     connector, acceptor = end(Role.CONNECTOR, secret=b"one"), end(Role.ACCEPTOR, secret=b"two")
     feed(acceptor, connector.take_output())
 
-    with pytest.raises(AuthenticationError, match="another cluster secret"):
+    with pytest.raises(AuthenticationError, match="another group secret"):
         feed(connector, acceptor.take_output())
     with pytest.raises(AuthenticationError, match="the peer refused the connection: authentication failed"):
         feed(acceptor, connector.take_output())

@@ -346,8 +346,8 @@ class Observers(Interceptor):
         return _watched(function, handling, handling.steps)
 
     @staticmethod
-    def handed_over(run: Run, function: Function) -> Function:
-        """Return the function that runs in the place of another, with the observers' `Steps` around it."""
+    def run_instead(run: Run, function: Function) -> Function:
+        """Return the function that runs instead of another one, with the observers' `Steps` around it."""
         run.handling.function = run.name
         return _watched(function, run.handling, run.handling.steps)
 

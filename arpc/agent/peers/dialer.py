@@ -108,7 +108,7 @@ class Dialer:
 
         def look(identity: Identity) -> None:
             found.append(identity.incarnation)
-            raise Refused(Refusal.STALE, "only looking whether somebody is there")
+            raise Refused(Refusal.STALE, "this was a check whether the worker is alive")
 
         for address in self.usable(record):
             with contextlib.suppress(OSError, ArpcError):  # only the worker found before that counts

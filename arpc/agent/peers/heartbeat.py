@@ -26,12 +26,12 @@ _SIGN_OF_LIFE: Final = frame(int(MessageType.PONG), 0, 0, 0, 0, b"")
 class _Seen(NamedTuple):
     """The state of a connection at the last check."""
 
-    heard: int
+    received: int
     """The bytes received."""
     delivered: int
     """The bytes that have arrived at the peer."""
     silent_since: float
-    asked: int
+    pinged: int
     """The number of bytes that must have arrived for the peer to have the ping; 0 if none was sent."""
 
 
@@ -72,13 +72,13 @@ class Heartbeat:
         self._arm()
         before, self._seen = self._seen, {}
         for connection in self._connector.open_connections():
-            heard, delivered = connection.bytes_received, connection.count_delivered()
+            received, delivered = connection.bytes_received, connection.count_delivered()
             seen = before.get(connection)
             # If this loop was busy, or the process stopped, messages that came meanwhile have not been read yet
-            is_heard = seen is None or stalled or seen.heard != heard
-            asked = 0 if seen is None or is_heard else seen.asked
-            if seen is None or is_heard or seen.delivered < delivered < asked:
-                self._seen[connection] = _Seen(heard, delivered, now, asked)
+            is_active = seen is None or stalled or seen.received != received
+            pinged = 0 if seen is None or is_active else seen.pinged
+            if seen is None or is_active or seen.delivered < delivered < pinged:
+                self._seen[connection] = _Seen(received, delivered, now, pinged)
                 if not connection.protocol.is_between_frames:
                     # A large message is arriving, and until it is complete its sender gets no other sign of life
                     connection.send(_SIGN_OF_LIFE)
@@ -92,8 +92,8 @@ class Heartbeat:
                 self.pings_sent += 1
                 connection.send(frame(_PING, 0, self.pings_sent, 0, 0, b""))
                 connection.flush()  # so that the ping is counted
-                asked = asked or connection.count_sent()
-            self._seen[connection] = _Seen(heard, delivered, seen.silent_since, asked)
+                pinged = pinged or connection.count_sent()
+            self._seen[connection] = _Seen(received, delivered, seen.silent_since, pinged)
 
     def statistics(self) -> dict[str, int]:
         return {"pings_sent": self.pings_sent, "peers_given_up": self.peers_given_up}

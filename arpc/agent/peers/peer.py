@@ -315,7 +315,7 @@ class Peer:
                 self.submit(call_id, call, content, may_pass=True)
 
     def _comes_too_late(self, call_id: int) -> bool:
-        """Return whether a call that waited has too little time left to be answered: the peer would work in vain."""
+        """Return whether a call that waited has too little time left to be answered: its result would not be used."""
         tick = call_id >> SEQUENCE_BITS
         return tick != NEVER and self._deadlines.time_of(tick) - self._deadlines.now() < _MARGIN * self._answer_s
 

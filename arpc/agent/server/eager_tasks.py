@@ -91,12 +91,12 @@ def _drive(run: Run, waits_for: Any) -> Generator[Any, Any, Any]:
             value = None  # as in `_step`
 
 
-def _tell(told: Callable[[Any, Any], None], run: Run, outcome: Any) -> None:
+def _report(report: Callable[[Any, Any], None], run: Run, outcome: Any) -> None:
     """Report the outcome of a request from within a Task, where the thread's torch state may be that of other code."""
     if _is_pristine():
-        told(run, outcome)
+        report(run, outcome)
     else:
-        torchstate.run_with(torchstate.DEFAULTS, told, run, outcome)
+        torchstate.run_with(torchstate.DEFAULTS, report, run, outcome)
 
 
 class _IdleTask:
@@ -135,14 +135,14 @@ class EagerTasks:
             # There is no idle Task, or this was called from within a Task: no harm, only slower
             self._start_task(run)
             return
-        told: Callable[[Any, Any], None]
+        report: Callable[[Any, Any], None]
         try:
             run.coroutine = coroutine = run.context.run(run.call)
             waits_for = run.context.run(coroutine.send, None)
         except StopIteration as stop:
-            told, outcome = run.host.replies.returned, stop.value
+            report, outcome = run.host.replies.returned, stop.value
         except BaseException as error:  # noqa: BLE001 - it is sent to the caller
-            told, outcome = run.host.replies.raised, error
+            report, outcome = run.host.replies.raised, error
         else:
             leave_task(loop, task)
             self._carry_on(run, waits_for)
@@ -155,7 +155,7 @@ class EagerTasks:
             # The handler has cancelled its own Task, which must not affect the next handler
             self.idle.pop()
             self._more()
-        told(run, outcome)
+        report(run, outcome)
 
     def _carry_on(self, run: Run, waits_for: Any) -> None:
         """Let the last Task of `idle`, on behalf of which the first step ran, run the rest of a request."""
@@ -239,9 +239,9 @@ class EagerTasks:
         try:
             result = await steps
         except BaseException as error:  # noqa: BLE001 - it is sent to the caller
-            _tell(run.host.replies.raised, run, error)
+            _report(run.host.replies.raised, run, error)
         else:
-            _tell(run.host.replies.returned, run, result)
+            _report(run.host.replies.returned, run, result)
 
     async def aclose(self) -> None:
         """Cancel all handlers, and wait for their end, but not for ever: a handler may refuse to be cancelled."""

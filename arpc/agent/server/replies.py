@@ -65,7 +65,7 @@ class Replies:
     def returned(self, run: Run, result: Any) -> None:
         """Handle the result of a function, or of its coroutine."""
         if type(result) is RunInstead:
-            self._hand_over(run, result)
+            self._run_instead(run, result)
         elif (run.is_stream or not run.function.is_final) and self._goes_on(run, result):
             pass
         elif run.creation is not None:
@@ -141,7 +141,7 @@ class Replies:
         stager = codec.stager_back(run.meta) if codec.knows_devices or run.meta else None
         return codec.pack(slots, pickle, meta, stager)
 
-    # -- code that runs in the place of a function that has returned
+    # -- code that runs instead of a function that has returned
 
     def _goes_on(self, run: Run, result: Any) -> bool:
         """Run the result if it is to be awaited, or streamed; returns whether it is."""
@@ -180,12 +180,12 @@ class Replies:
         run.inbound.register(run)
         self._carry(run, run.producer.produce)
 
-    def _hand_over(self, run: Run, to: RunInstead) -> None:
-        """Run another function in the place of the one that has returned a `RunInstead`."""
+    def _run_instead(self, run: Run, to: RunInstead) -> None:
+        """Run another function instead of one that has returned a `RunInstead`."""
         host = self._host
         function, run.args, run.kwargs = to
         run.coroutine = run.task = None
-        run.function = function if run.handling is None else host.observers.handed_over(run, function)
+        run.function = function if run.handling is None else host.observers.run_instead(run, function)
         if not function.results.are_large or function.mode is Mode.THREAD or run.creation is not None:
             host.launch(run)
             return
@@ -290,7 +290,7 @@ class Replies:
         inbound = run.inbound
         run.ended = True
         if run.arrived_ns:
-            self._tell_watchers(run, content, error)
+            self._notify_watchers(run, content, error)
         # A timer may keep the run's context for long, and so its calls, whose errors keep the handler's frames
         run.nested = None
         run.context = NO_CONTEXT
@@ -313,7 +313,7 @@ class Replies:
         if bulk is not None:
             inbound.reply_leaves(run.id, bulk)
 
-    def _tell_watchers(self, run: Run, content: Content, error: BaseException | None) -> None:
+    def _notify_watchers(self, run: Run, content: Content, error: BaseException | None) -> None:
         if run.handling is not None:
             self._host.observers.ended(run, content.size_bytes(), error)
         if self.meter is not None:

@@ -158,7 +158,7 @@ class Run(msgspec.Struct):
             creation.returned(self, result)
 
     def leave_window(self) -> None:
-        """Notify the queue that it has left its thread, or needs none."""
+        """Notify the queue that this request has left its thread, or needs none."""
         self.is_counted = False
         self.host.queue_of(self.inbound).thread_ended()
 

@@ -37,7 +37,7 @@ logger = get_logger("arpc.threads")
 # Longer than the system's own tick of 1 to 4 ms, because a timer beyond that tick costs little
 _HELP_AFTER_S: Final = 0.01
 _AWAY_S: Final = 0.0002
-_MOST_TURNS_KEPT: Final = 1 << 14
+_MOST_YIELDS_SKIPPED: Final = 1 << 14
 _clock = time.perf_counter
 _yield_cpu: Callable[[], None] = getattr(os, "sched_yield", lambda: None)
 
@@ -154,7 +154,7 @@ class ThreadPool:
         self._tasks_are_isolated = torchstate.isolates_all_tasks(loop)
         self._done: deque[Callable[[], None] | None] = deque()
         self._wake_up_sent = False
-        self._yields_to_skip = self._turns_to_keep = 0
+        self._yields_to_skip = self._next_yields_to_skip = 0
         """The number of times that the loop does not yield the CPU: those left now, and those after the next yield."""
         self._unsent: deque[Outbox] = deque()
         """The outboxes that threads may still have to send while they run another job."""
@@ -205,10 +205,10 @@ class ThreadPool:
         begun = _clock()
         _yield_cpu()
         if _clock() - begun > _AWAY_S:
-            self._turns_to_keep = min(_MOST_TURNS_KEPT, 4 * self._turns_to_keep + 64)
+            self._next_yields_to_skip = min(_MOST_YIELDS_SKIPPED, 4 * self._next_yields_to_skip + 64)
         else:
-            self._turns_to_keep = 7 * self._turns_to_keep // 8
-        self._yields_to_skip = self._turns_to_keep
+            self._next_yields_to_skip = 7 * self._next_yields_to_skip // 8
+        self._yields_to_skip = self._next_yields_to_skip
 
     def _wake_threads(self) -> None:
         """Wake, or start, threads for the jobs of this turn."""
@@ -407,7 +407,7 @@ class ThreadPool:
                 # Before the reply is sent: the next job may come as soon as it is out, and by then the loop must count
                 # this thread as free
                 thread.answered += 1
-            elif not self._tell(result):
+            elif not self._finish_on_loop(result):
                 return
             del result  # the objects that it refers to must not live on while this thread sleeps
 
@@ -430,7 +430,7 @@ class ThreadPool:
         self._unsent.append(outbox)
         return True
 
-    def _tell(self, then: Callable[[], None] | None) -> bool:
+    def _finish_on_loop(self, then: Callable[[], None] | None) -> bool:
         """Let the loop run the rest of a job; False if the loop is closed."""
         self._done.append(then)
         # Only the first result after the loop has emptied the queue needs to wake it. A race costs a spare wake-up, but

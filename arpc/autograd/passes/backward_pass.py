@@ -183,12 +183,12 @@ class BackwardPass(msgspec.Struct, eq=False):
             finally:
                 del failure
 
-    def fail(self, error: BaseException, *, told_by: int | None = None) -> None:
+    def fail(self, error: BaseException, *, reported_by: int | None = None) -> None:
         """End the pass here with an error, and roll back its gradients.
 
         Workers that this one has sent parcels to are notified by the cancellation of their handlers, and the parent by
         the reply. So the error reaches the worker that began the pass, which aborts it on all others: some may have
-        finished their part. ``told_by`` is the worker that notified this one, if one did.
+        finished their part. ``reported_by`` is the worker that notified this one, if one did.
         """
         if self.is_over:
             return
@@ -201,8 +201,8 @@ class BackwardPass(msgspec.Struct, eq=False):
         self.context.roll_back(self.id, self.parent)
         for future in list(self._outstanding):
             future.cancel()
-        if self.parent is None or told_by is not None:
-            self.abort_done = self.host.abort(self.context, self.id, told_by)
+        if self.parent is None or reported_by is not None:
+            self.abort_done = self.host.abort(self.context, self.id, reported_by)
 
     def cancel(self) -> None:
         """End the pass because its caller is cancelled: roll it back even if it just succeeded."""

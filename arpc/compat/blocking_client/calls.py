@@ -194,7 +194,7 @@ class BlockingCalls:
         if isinstance(error, TimeoutError):
             if self._are_told and not connection.is_ended:
                 connection.owed.discard(id_)  # a call that is cancelled before it runs gets no reply
-                connection.tell(frame(_CANCEL, 0, id_, 0, 0, b""))
+                connection.send(frame(_CANCEL, 0, id_, 0, 0, b""))
             self._give_back(pool, connection)
             raise RpcTimeoutError(
                 f"{name} was sent to worker {peer.info.name!r} and did not end within its timeout"
@@ -310,9 +310,9 @@ class BlockingCalls:
         self._reports.append((peer, function, duration_ns, error))
         if not self._is_report_due:
             self._is_report_due = True
-            self._on_loop_soon(self._agent.loop.call_later, _REPORT_S, self._tell_meter)
+            self._on_loop_soon(self._agent.loop.call_later, _REPORT_S, self._report_to_meter)
 
-    def _tell_meter(self) -> None:
+    def _report_to_meter(self) -> None:
         self._is_report_due = False  # first: a report that arrives meanwhile schedules again
         meter = self._agent.meter
         while self._reports:

@@ -171,7 +171,7 @@ class ThreadConnection:
         """Return the number of bytes sent."""
         return self.bytes_sent
 
-    def tell(self, data: bytes) -> None:
+    def send(self, data: bytes) -> None:
         """Send a message that has no reply. If that fails, no further call is made on the connection."""
         try:
             self._send(data)

@@ -32,7 +32,7 @@ _RETRY_S: Final = 30.0
 _LATE_S: Final = 1.0
 MAX_OWED: Final = 32
 """With so many given-up calls unanswered, a connection is set aside: the peer limits how many run at once."""
-_NOBODY: Final = "nobody uses it"
+_UNUSED: Final = "no thread uses it"
 
 
 class ThreadConnections:
@@ -113,7 +113,7 @@ class ThreadConnections:
             self._all.add(connection)
             self.free.append(connection)
         elif connection is not None:
-            connection.close(_NOBODY)
+            connection.close(_UNUSED)
         self.is_asked_for = connection is None
         if connection is None:
             self._ask_again_at = monotonic() + _RETRY_S
@@ -138,7 +138,7 @@ class ThreadConnections:
             # A thread that is interrupted between two steps may lose a connection that it has just taken. If a thread
             # is about to use this one, it finds it closed and sends nothing.
             if connection.calling is None and not connection.owed and now - connection.used_at >= IDLE_S:
-                connection.close(_NOBODY)
+                connection.close(_UNUSED)
                 self.forget(connection)
         for _ in range(len(self.aside)):
             resting = self.aside.pop(0)
@@ -155,7 +155,7 @@ class ThreadConnections:
             if unused.is_sound() and unused.owed:
                 kept.append(unused)  # closing it would tell the peer that the replies are not wanted
             else:
-                unused.close(_NOBODY)
+                unused.close(_UNUSED)
                 self.forget(unused)
         free[:0] = kept
         if self._all or self.is_asked_for:

@@ -252,17 +252,17 @@ def _all_gather(obj: Any, worker_names: set[str] | None = None, timeout: float =
     gathering = _gatherings.get(sequence_id)
     gathering.proceed_signal.wait(signal_timeout)
     if own == leader:
-        _tell_followers(sequence_id, gathering.gathered_objects, sorted(names - {leader}), call_timeout)
+        _send_to_followers(sequence_id, gathering.gathered_objects, sorted(names - {leader}), call_timeout)
     return _gatherings.take(sequence_id).gathered_objects
 
 
-def _tell_followers(sequence_id: str, objects: dict[str, Any], followers: list[str], timeout_s: float) -> None:
-    told = {
+def _send_to_followers(sequence_id: str, objects: dict[str, Any], followers: list[str], timeout_s: float) -> None:
+    sent = {
         name: rpc_async(name, _call_here, args=("_broadcast_to_followers", sequence_id, objects), timeout=timeout_s)
         for name in followers
     }
     failed: dict[str, RuntimeError] = {}
-    for name, future in told.items():
+    for name, future in sent.items():
         try:
             future.wait()
         except RuntimeError as error:

@@ -15,7 +15,7 @@ from arpc.compat.goodbye import Goodbye
 from arpc.compat.rpc import api
 from arpc.compat.rpc.constants import DEFAULT_INIT_METHOD, DEFAULT_NUM_WORKER_THREADS, DEFAULT_RPC_TIMEOUT_SEC
 from arpc.compat.rpc.options import TensorPipeRpcBackendOptions
-from arpc.compat.rref import SKIN
+from arpc.compat.rref import HANDLE_CLASS
 from arpc.compat.start_order import StartOrder
 from arpc.errors import ConfigurationError, NameTakenError
 
@@ -111,7 +111,7 @@ def start_agent(
                 rank=rank if rank >= 0 else None,
                 world_size=world_size or None,
                 options=options,
-                handle_class=SKIN,
+                handle_class=HANDLE_CLASS,
             )
         except NameTakenError as error:
             raise RuntimeError(f"RPC worker name {name} is not unique: {error}") from error

@@ -4,7 +4,7 @@
 export async function asked(path, parameters = {}, method = "GET") {
   const query = new URLSearchParams(Object.entries(parameters).filter(([, value]) => value !== "" && value != null));
   const response = await fetch(query.size ? `${path}?${query}` : path, { method });
-  const told = await response.json().catch(() => ({}));
-  if (!response.ok) throw new Error(told.error ?? `the worker answered ${response.status}`);
-  return told;
+  const answer = await response.json().catch(() => ({}));
+  if (!response.ok) throw new Error(answer.error ?? `the worker answered ${response.status}`);
+  return answer;
 }

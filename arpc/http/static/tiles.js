@@ -38,7 +38,7 @@ export class Tiles {
   }
 
   async fetchHour() {
-    const told = await asked("api/history", { worker: this.worker }).catch(() => null); // the feed says what is wrong
-    if (told) this.hour = told.history;
+    const answer = await asked("api/history", { worker: this.worker }).catch(() => null); // the feed says what is wrong
+    if (answer) this.hour = answer.history;
   }
 }

@@ -133,7 +133,7 @@ class MappedArena(_Mapping):
                 raise UnmappableError("it could shrink, and reading it would kill the reader")
             found = os.pread(fd, _TOKEN_BYTES, 0)
             if len(offer.token) != _TOKEN_BYTES or not secrets.compare_digest(found, offer.token):
-                raise UnmappableError("it is the arena of somebody else")
+                raise UnmappableError("it is the arena of another process")
             super().__init__(fd, offer.size_bytes)
         except (OSError, ValueError, OverflowError) as error:
             raise UnmappableError(f"{path} cannot be mapped: {error}") from error

@@ -155,7 +155,7 @@ class Pickler:
                 raise
             else:
                 if pickling.packed:
-                    pickling.tell(is_rehearsal)
+                    pickling.run_callbacks(is_rehearsal)
                 if len(payload) <= _MAX_REUSED_BYTES:
                     free.append(pickling)
                 if payload:
@@ -165,7 +165,7 @@ class Pickler:
         )
         try:
             pickled = careful.dumps(obj, to)
-            careful.tell(is_rehearsal)
+            careful.run_callbacks(is_rehearsal)
             return pickled
         finally:
             careful.clear()
@@ -313,11 +313,11 @@ class _BufferedPickler:
             return True
         return any(b"_main__" in chunk for chunk in self._chunks if len(chunk) <= _MAX_FRAME_BYTES)
 
-    def tell(self, is_rehearsal: bool) -> None:
+    def run_callbacks(self, is_rehearsal: bool) -> None:
         """Call the callbacks of reducers, because the pickle is complete; a rehearsal only drops them."""
         packed, self.packed = self.packed, []
-        for tell in () if is_rehearsal else packed:
-            tell()
+        for callback in () if is_rehearsal else packed:
+            callback()
 
     def clear(self) -> None:
         """Drop the pickle made so far.

@@ -38,7 +38,7 @@ async def test_a_secret_must_be_known_to_both():
         await group[0].agent.peer("worker1").connection.wait_closed()
         dialer = group[0].agent.connector.dialer
         dialer.options = dialer.options.replace(secret=b"a wrong one")
-        with pytest.raises(AuthenticationError, match=r"another cluster secret.*ARPC_SECRET"):
+        with pytest.raises(AuthenticationError, match=r"another group secret.*ARPC_SECRET"):
             await group[0].rpc_sync("worker1", echo)
         dialer.options = dialer.options.replace(secret=b"the right one")
         await assert_both_alive(group)

@@ -565,7 +565,7 @@ async def test_a_pass_that_failed_makes_way_for_the_next_one(group, monkeypatch)
             task = asyncio.create_task(arpc.autograd.backward(ctx_id, [y], retain_graph=True))
             await postponed.has_sent.wait()
         caller, middle = (worker.autograd.container.find(ctx_id) for worker in group[:2])
-        monkeypatch.setattr(group[0].autograd.aborts, "tell", lambda *_: None)  # nobody hears of it
+        monkeypatch.setattr(group[0].autograd.aborts, "send", lambda *_: None)  # nobody hears of it
         caller.active_pass.fail(arpc.AutogradError("it failed"))
         with pytest.raises(arpc.AutogradError, match="it failed"):
             await task

@@ -394,7 +394,7 @@ async def test_bad_bytes_on_a_thread_connection_end_it_and_nothing_else(caplog: 
 @pytest.mark.parametrize("type_", [MessageType.REPLY, MessageType.INSPECT, MessageType.RREF_FETCH])
 async def test_a_thread_connection_may_bring_calls_alone(type_: MessageType, caplog: pytest.LogCaptureFixture):
     async with two() as (group, threads):
-        threads.connections.free[-1].tell(frame(type_, 0, 1, 1, 0, b"x"))
+        threads.connections.free[-1].send(frame(type_, 0, 1, 1, 0, b"x"))
         await until(lambda: not links_of(group))
         assert f"the connection of a thread brought {type_.name}" in caplog.text
         await assert_both_alive(group)
@@ -481,14 +481,14 @@ async def test_a_connection_that_an_interrupted_thread_has_lost_is_closed(monkey
             lost.request(b"", 1, 0.0)
 
 
-@pytest.mark.parametrize("step", ["tell", "close"])
+@pytest.mark.parametrize("step", ["send", "close"])
 async def test_a_thread_that_is_interrupted_twice_leaves_no_call_under_way(step: str, monkeypatch: pytest.MonkeyPatch):
     def interrupt(*_: Any) -> None:
         raise KeyboardInterrupt
 
     async with two() as (_, threads):
         (connection,) = threads.connections.free
-        error = TimeoutError if step == "tell" else KeyboardInterrupt
+        error = TimeoutError if step == "send" else KeyboardInterrupt
         with monkeypatch.context() as patched:
             patched.setattr(connection, "request", lambda *_: _raise(error))
             patched.setattr(connection, step, interrupt)

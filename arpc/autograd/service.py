@@ -268,6 +268,13 @@ class AutogradService(PeerWatcher):
         peer = self._agent.peer(worker)
         return peer.info.name if peer is not None else str(worker)
 
+    def has_peer_elsewhere(self, context: AutogradContext) -> bool:
+        """Whether a worker of a context can compute while this one does, since it has a CPU of its own."""
+        peers = map(self._agent.peer, context.known_workers)
+        return any(
+            peer is not None and peer.connection is not None and peer.connection.is_peer_elsewhere for peer in peers
+        )
+
     # -- handlers
 
     def _on_gradients(self, packed: PackedParcel) -> _AnswerOfHandler:

@@ -16,6 +16,8 @@ import asyncio
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from enum import IntEnum, auto
+from math import inf
+from time import perf_counter as _clock
 from typing import TYPE_CHECKING, Any, Final
 
 from arpc.errors import ConnectionClosedError, HandshakeError, WireError
@@ -44,6 +46,8 @@ _DATA: Final = int(MessageType.DATA)
 _DROP_DATA: Final = int(MessageType.DROP_DATA)
 _LENT: Final = int(MessageType.LENT)
 _SCHEMA: Final = int(MessageType.SCHEMA)
+_LATE_S: Final = 0.0002
+"""A frame that comes this long after another of its turn does not wait for further ones."""
 _FEWEST_A_WRITE: Final = 2
 _MOST_A_WRITE: Final = 32
 _READS_PER_CHECK: Final = 64
@@ -106,6 +110,8 @@ class Connection(ABC):
         self.bulk_left: Callable[[], None] | None = None
         """The callback for when `held_bytes` may have become less: bytes were written, or read by the peer."""
         self._bulk_count = 0
+        self._sent_at = inf
+        """The time of the last frame of this turn or read that was not written at once; infinite if there is none."""
         self.lanes: Lanes | None = None
         self.is_reading = False
         """Whether the receiver is handling a read of several messages."""
@@ -223,11 +229,22 @@ class Connection(ABC):
 
     def _send_later(self, data: bytes) -> None:
         out = self._out
+        now = _clock()
+        was_sent_at, self._sent_at = self._sent_at, now
+        # If code of the user computes between two frames, a peer with a CPU of its own need not wait for its end
+        if now - was_sent_at > _LATE_S and self.is_peer_elsewhere:
+            out.append(data)
+            self._pump()
+            return
         if not out and not self.is_reading:
-            self.loop.call_soon(self.flush)
+            self.loop.call_soon(self._end_turn)
         out.append(data)
         if len(out) >= self._frames_a_write:
             self.flush()
+
+    def _end_turn(self) -> None:
+        self._sent_at = inf
+        self.flush()
 
     def _refuse(self, _: bytes) -> None:
         # The loss of an aborted connection is about to be reported; that is soon enough
@@ -407,6 +424,7 @@ class Connection(ABC):
             self._messages_received(self, messages)
         finally:
             self.is_reading = False
+            self._sent_at = inf
 
     def _find_portion(self, size_bytes: int) -> None:
         """Set how many frames go out at once until the next read of several messages, after one of this size."""

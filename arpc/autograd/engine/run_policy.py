@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from math import inf
 from time import perf_counter, thread_time
 from typing import Any, Final, TypeAlias, TypeVar
 
@@ -25,6 +26,9 @@ SHORT_S: Final = 0.001
 # Graphs of about this size take that long on one core
 SHORT_NODES: Final = 200
 SHORT_ELEMENTS: Final = 100_000
+
+SLICE_S: Final = 0.002
+"""About how long a part of a long run takes, after which other workers get its gradients."""
 
 _REMEMBERED: Final = 1024
 _UNTIMED: Final = 15
@@ -55,11 +59,19 @@ class RunPolicy:
     """The times that runs took on one worker. Graphs are distinguished by their numbers of nodes and of elements."""
 
     def __init__(self) -> None:
+        self._seconds_per_node = SHORT_S / SHORT_NODES
+        """In the last run that was not short."""
         self._seconds: dict[tuple[int, int], float] = {}
         self._short: set[tuple[int, int]] = set()
         """Graphs that are known to be short, except those that took long the last time."""
         self._untimed: dict[tuple[int, int], int] = {}
         """The number of further runs that are not timed, of graphs that take long."""
+
+    @property
+    def nodes_per_slice(self) -> float:
+        """The number of nodes after which a run is cut, see `PassProtocol.next_run`."""
+        # runs in anomaly mode stay on the loop, and cut ones do not
+        return inf if torch.is_anomaly_enabled() else SLICE_S / self._seconds_per_node
 
     def is_short(self, extent: Extent, run: Run, plan: Plan) -> bool:
         """Whether a run happens on the loop."""
@@ -108,6 +120,7 @@ class RunPolicy:
         # A run that waits may wait for a hook that blocks, or for other programs on this machine. Only hooks repeat.
         self._seconds[extent] = max(cpu_seconds, min(seconds, 2 * known))
         if self._seconds[extent] > SHORT_S:
+            self._seconds_per_node = self._seconds[extent] / extent[0]
             self._short.discard(extent)
             if not is_new and known > SHORT_S and cpu_seconds > SHORT_S:
                 self._untimed[extent] = _UNTIMED

@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from contextvars import copy_context
 from functools import partial
+from math import inf
 from typing import Any, Final, Protocol
 
 import msgspec
@@ -67,6 +68,9 @@ class Host(Protocol):
 
     def name_of(self, worker: int) -> str: ...
 
+    def has_peer_elsewhere(self, context: AutogradContext) -> bool:
+        """Whether a worker of a context can compute while this one does, since it has a CPU of its own."""
+
 
 class BackwardPass(msgspec.Struct, eq=False):
     """One pass on one worker. It begins with either ``roots`` or the parcel of a ``parent``."""
@@ -95,6 +99,8 @@ class BackwardPass(msgspec.Struct, eq=False):
     """The context variables of the code that began the pass here: hooks see these, whichever callback continues it."""
     _is_busy: bool = False
     """Whether a thread walks or runs the graph."""
+    _nodes_per_run: float = inf
+    """See `PassProtocol.next_run`. Only worth it if others can work on the first gradients meanwhile."""
     _may_leave: bool = False
     """Whether the parent, with no calls in flight, allows this worker to forget a context that it has no use for."""
     _plan: Plan | None = None
@@ -230,7 +236,9 @@ class BackwardPass(msgspec.Struct, eq=False):
                         protocol.received(sender, parcel)
                     except KeyError as error:
                         raise self._freed(sender, error.args[0]) from None
-                run = protocol.next_run()
+                if protocol.is_cut:
+                    self._post_early(protocol)
+                run = protocol.next_run(self._nodes_per_run)
                 if run is None:
                     return self._post(protocol, answering)
                 if not self._run(protocol, run):
@@ -250,6 +258,9 @@ class BackwardPass(msgspec.Struct, eq=False):
         protocol = self._protocol = PassProtocol(
             self.host.info.id, plan, GradientSums(), heading.pass_id, heading.retain_graph
         )
+        nodes_per_slice = self.host.run_policy.nodes_per_slice
+        if len(plan.owners) > nodes_per_slice and self.host.has_peer_elsewhere(self.context):
+            self._nodes_per_run = nodes_per_slice
         if exchanged := self.exchanged:
             protocol.announced_to.update(exchanged)
             protocol.announced_by.update(worker for worker, has_announced in exchanged.items() if has_announced)
@@ -265,7 +276,7 @@ class BackwardPass(msgspec.Struct, eq=False):
         if self.activity is not None:
             job = self.activity.step(job)
         extent = extent_of(run, plan)
-        if policy.is_short(extent, run, plan):
+        if not protocol.is_cut and policy.is_short(extent, run, plan):
             protocol.ran(run, policy.run(extent, job, run, plan, protocol.retain_graph))
             return True
         in_thread = partial(policy.run, extent, job, run, plan, protocol.retain_graph)
@@ -298,6 +309,11 @@ class BackwardPass(msgspec.Struct, eq=False):
             assert self.parent is not None
             self._send(protocol, self.parent, for_parent)
         return riding
+
+    def _post_early(self, protocol: PassProtocol) -> None:
+        """Send the gradients that are known while further regions wait to be run."""
+        for peer, parcel in protocol.post():
+            self._send(protocol, peer, parcel)
 
     def _send(self, protocol: PassProtocol, to: int, parcel: Parcel) -> None:
         protocol.sent()

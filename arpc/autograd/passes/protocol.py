@@ -4,8 +4,8 @@ Each worker that takes part has a `Plan` of its own graph. The pass ends there w
 gradients have arrived, or are known never to arrive), every region has run, and the parcels to other workers are
 acknowledged.
 
-- Regions that are ready run together. When all regions that lead to a recv node have run, the worker that sent the
-  message gets the sum of the gradients, or a note that there are none.
+- Regions that are ready run together, or one slice after the other if they take long. When all regions that lead to a
+  recv node have run, the worker that sent the message gets the sum of the gradients, or a note that there are none.
 - The first parcel to a worker lists those of its sends that may still get gradients from here. So it knows that all its
   other sends to here get none, be they unused, still in flight, or lost.
 - The first parcel to a worker from which no first parcel has arrived **asks**: it has the number of sends that wait for
@@ -26,6 +26,8 @@ pass are resolved one by one, from the last to the first.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from math import inf
+from operator import attrgetter
 from typing import Any, Final, Protocol, TypeAlias
 
 import msgspec
@@ -42,6 +44,9 @@ _FREED: Final = (
     "Trying to backward through the graph a second time, and the first pass has freed it. Pass retain_graph=True to "
     "the first `arpc.autograd.backward`"
 )
+
+
+_touches: Final = attrgetter("touches")
 
 
 class Sums(Protocol):
@@ -90,6 +95,8 @@ class PassProtocol(msgspec.Struct, eq=False):
     """The regions of unresolved sends, by the worker they were sent to and by message id."""
     _outbox: dict[int, Parcel] = {}
     """The parcels to be sent, by worker: gradients, and ``ids`` of sends that get none."""
+    is_cut: bool = False
+    """Whether regions are ready that the last run has left for the next one."""
     _asked_by: Sequence[int] = ()
     """Workers that have asked, and must get a first parcel at once."""
     _unacknowledged: int = 0
@@ -183,13 +190,19 @@ class PassProtocol(msgspec.Struct, eq=False):
 
     # -- instructions
 
-    def next_run(self) -> Run | None:
-        """Return the regions to run now; None if nothing can run before the next event."""
+    def next_run(self, most_nodes: float = inf) -> Run | None:
+        """Return the regions to run now; None if nothing can run before the next event.
+
+        Of regions that do not lead into each other, only the first that together have ``most_nodes`` nodes: see
+        `is_cut`. Their gradients can be posted while the others run.
+        """
+        self.is_cut = False
         while regions := self._settled:
             self._settled = []
             may_cross = False
             if len(regions) > 1 or regions[0].touches or self._late:
                 regions, may_cross = self._gather(regions)
+                regions = self._cut(regions, most_nodes)
             entering: list[tuple[Edge, Any]] = []
             for region in regions:
                 region.is_over = True
@@ -213,6 +226,19 @@ class PassProtocol(msgspec.Struct, eq=False):
         running = set(regions)
         return regions, any(not (other.is_over or other in running) for one in regions for other in one.touches)
 
+    def _cut(self, regions: list[Region], most_nodes: float) -> list[Region]:
+        """Return the first regions, with that many nodes, and leave the others for the next run; or all of them."""
+        size = 0
+        for number, region in enumerate(regions, start=1):
+            size += region.size
+            if size >= most_nodes and number < len(regions):
+                if any(map(_touches, regions)):
+                    return regions
+                self.is_cut = True
+                self._settled = regions[number:] + self._settled
+                return regions[:number]
+        return regions
+
     def _without_late(self, regions: list[Region]) -> list[Region]:
         """Hold back regions that no other worker waits for, until one of the regions they lead into runs.
 
@@ -233,7 +259,7 @@ class PassProtocol(msgspec.Struct, eq=False):
     def post(self) -> list[tuple[int, Parcel]]:
         """Return the parcels to send now, with their destinations. One is sent with a reply or by itself, see `sent`.
 
-        To be called when nothing more can run here before the next event.
+        To be called when nothing more can run here before the next event, or the next run `is_cut` off.
         """
         announced_to, outbox = self.announced_to, self._outbox
         for peer in self._asked_by:

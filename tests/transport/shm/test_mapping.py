@@ -95,8 +95,8 @@ def test_an_offer_that_leads_elsewhere(file, tmp_path):
             (ArenaOffer(offer.pid, 9999, offer.size_bytes, offer.token), "cannot be opened"),
             (ArenaOffer(1 << 40, offer.fd, offer.size_bytes, offer.token), "cannot be opened"),
             (ArenaOffer(-1, offer.fd, offer.size_bytes, offer.token), "cannot be opened"),
-            (ArenaOffer(offer.pid, offer.fd, offer.size_bytes, bytes(32)), "of somebody else"),
-            (ArenaOffer(offer.pid, offer.fd, offer.size_bytes, b""), "of somebody else"),
+            (ArenaOffer(offer.pid, offer.fd, offer.size_bytes, bytes(32)), "of another process"),
+            (ArenaOffer(offer.pid, offer.fd, offer.size_bytes, b""), "of another process"),
             (ArenaOffer(offer.pid, offer.fd, offer.size_bytes + 1, offer.token), "could shrink"),
             (ArenaOffer(offer.pid, unsealed, offer.size_bytes, offer.token), "could shrink"),
         ):

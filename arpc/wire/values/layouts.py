@@ -177,18 +177,23 @@ def _simple(row: _Row | Entry, inline_bytes: int) -> tuple[Any, ...] | None:
         dtype, code, source, shape = row
         is_simple = dtype is not None and code & ~Code.REQUIRES_GRAD < _FIRST_STAND_IN and source >= 0
         return (shape, dtype, source, None) if is_simple else None
-    # a tensor that cannot require grad, although its entry has that flag, is refused by `_Builder`
+    # An entry that cannot be is left to `_Builder`, which refuses it when the message is read: that fails one call, and
+    # does not close the connection
+    dtype = NUMPY_DTYPES.get(row.dtype)
     if (
-        row.kind != Kind.STRIDED
+        dtype is None
+        or row.kind != Kind.STRIDED
         or row.dtype >= _FIRST_STAND_IN
         or row.source < 0
         or row.flags & ~Flag.REQUIRES_GRAD
         or (row.flags and not DTYPES[row.dtype].is_floating_point)
     ):
         return None
-    dtype = NUMPY_DTYPES[row.dtype]
-    _check_inline(row.source, row.span_bytes, inline_bytes)
-    check_strided(row.shape, row.strides, dtype.itemsize, row.span_bytes)
+    try:
+        _check_inline(row.source, row.span_bytes, inline_bytes)
+        check_strided(row.shape, row.strides, dtype.itemsize, row.span_bytes)
+    except ProtocolError:
+        return None
     return row.shape, dtype, row.source, tuple([stride * dtype.itemsize for stride in row.strides])
 
 

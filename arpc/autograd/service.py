@@ -158,10 +158,11 @@ class AutogradService(PeerWatcher):
         try:
             await started.wait()
         except BaseException as error:
-            if is_a(error, asyncio.CancelledError):
+            is_closed = is_a(error, GeneratorExit)  # a coroutine that is closed may not await anything
+            if is_closed or is_a(error, asyncio.CancelledError):
                 started.cancel()
             # also if this task is cancelled: the next pass must not find this one, or its gradients, on any worker
-            if started.abort_done is not None:
+            if started.abort_done is not None and not is_closed:
                 await asyncio.wait([started.abort_done], timeout=_ABORT_S)
             raise
 
@@ -197,14 +198,20 @@ class AutogradService(PeerWatcher):
         failed = sorted(context.aborted_passes)
         args = (*rref.target(), context_id, pass_id, retain_graph, failed)
         timeout_s = 0.0 if deadline is None else max(0.001, deadline - self._agent.loop.time())
+        request = self.lifetimes.request(AutogradBackward, address_of(rref.owner()), args, timeout_s)
         try:
-            await self.lifetimes.request(AutogradBackward, address_of(rref.owner()), args, timeout_s)
-        except (WorkerLostError, RpcTimeoutError, asyncio.CancelledError):
+            await request
+        except (WorkerLostError, RpcTimeoutError, asyncio.CancelledError, GeneratorExit) as error:
             # the owner began the pass and would abort it if it failed, but is lost, or may have succeeded
             context.roll_back(pass_id)
-            if (aborting := self.abort(context, pass_id)) is not None:
+            aborting = self.abort(context, pass_id)
+            if isinstance(error, GeneratorExit):
+                request.cancel()  # a coroutine that is closed has not cancelled the future that it awaits
+            elif aborting is not None:
                 await asyncio.wait([aborting], timeout=_ABORT_S)
             raise
+        finally:
+            del request  # its exception refers to this frame
         context.calls_answered += 1
 
     async def _backward_from_value(

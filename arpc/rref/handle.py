@@ -235,6 +235,9 @@ class RRef(Generic[T_co]):
             use.fetches.add(future)
         try:
             return cast("T_co", await future)
+        except GeneratorExit:
+            future.cancel()  # a coroutine that is closed has not cancelled the future that it awaits
+            raise
         except RuntimeError:
             context.agent.check_loop()
             raise

@@ -39,6 +39,8 @@ class BulkSend:
         if self.position == buffer.nbytes:
             self.index += 1
             self.position = 0
+            if self.is_sent:
+                self.buffers, self.index = (), 0  # objects that still refer to the message must not keep their memory
         return chunk
 
 

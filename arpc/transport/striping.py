@@ -73,7 +73,7 @@ class Lanes:
                 self._write_chunk(lane)
         finally:
             self._is_pumping = False
-        if striped and not self.is_full:
+        if striped and not (self.is_full or self._main.is_full):
             # one for each lane in a turn: the kernel may take many of them, and small messages must not wait for all
             self._main.loop.call_soon(self.pump)
         if self._main.is_congested != self.is_full:

@@ -92,6 +92,8 @@ class WriteLock:
             rest, self._rest = self._rest, b""
             if rest:
                 self._transport.write(rest)
+                # a transport that passes on all of it at once calls nothing back
+                self._connection.notify_bulk_left()
 
     def write(self, data: bytes) -> None:
         with self.lock:

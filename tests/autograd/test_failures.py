@@ -322,3 +322,41 @@ async def test_a_worker_that_leaves_fails_the_pass(closed_gate):
             await until(lambda: not any(worker.autograd.statistics()["passes"] for worker in group))
             assert not group[2].autograd.gradients(ctx_id)
         assert_nothing_is_left(group)
+
+
+async def test_a_pass_ends_with_the_coroutine_that_awaits_it(group):
+    """As a task does whose loop ends, it closes the coroutine, which may not await anything then."""
+    x = leaf()
+    async with arpc.autograd.context() as ctx_id:
+        roots = [(await made_on_all(x)).sum()]
+        awaited = arpc.autograd.backward(ctx_id, roots, retain_graph=True)
+        awaited.send(None)
+        awaited.close()
+        assert group[0].autograd.statistics()["passes"] == 0
+        await arpc.autograd.backward(ctx_id, roots)
+        assert arpc.autograd.get_gradients(ctx_id)[x].tolist() == [16.0] * 3
+        assert_no_pass(group)
+
+
+async def test_a_coroutine_that_is_closed_when_its_pass_has_just_failed(group):
+    x = leaf()
+    async with arpc.autograd.context() as ctx_id:
+        y = await arpc.rpc_sync("worker1", functions.boom, (await made_on_all(x),))
+        awaited = arpc.autograd.backward(ctx_id, [y.sum()])
+        awaited.send(None)
+        await until(lambda: group[0].autograd.statistics()["passes"] == 0)
+        awaited.close()
+        assert arpc.autograd.get_gradients(ctx_id) == {}
+
+
+async def test_a_pass_on_the_owner_of_a_root_ends_with_the_coroutine_that_awaits_it(group):
+    x = leaf()
+    async with arpc.autograd.context() as ctx_id:
+        root = arpc.remote("worker1", torch.sum, args=(x,))
+        await root
+        awaited = root.backward(ctx_id)
+        awaited.send(None)
+        awaited.close()
+        await until(lambda: not any(worker.autograd.aborts.unacknowledged for worker in group))
+        assert arpc.autograd.get_gradients(ctx_id) == {}
+        assert_no_pass(group)

@@ -290,6 +290,19 @@ async def test_waiting_for_a_value_can_be_cancelled_and_timed_out(group, gate, o
     assert await rref == 5
 
 
+async def test_a_coroutine_that_is_closed_gives_up_its_fetch(group, gate):
+    rref = arpc.remote("worker1", objects.pass_gate, ("gate", 5))
+    await gate.entered.wait()
+    owner = group[0].agent.known_peer("worker1")
+    fetch = rref.to_here()
+    fetch.send(None)
+    assert owner.calls_in_flight == 2, "the creation and the fetch"
+    fetch.close()
+    assert owner.calls_in_flight == 1
+    gate.event.set()
+    assert await rref == 5
+
+
 async def test_a_creation_that_times_out(group, gate):
     await arpc.rpc_sync("worker1", objects.nothing)  # so that there is a connection
     rref = arpc.remote("worker1", objects.pass_gate, ("gate", 5), timeout=0.5)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import weakref
+
+import numpy as np
+
 from arpc.transport.bulk import SMALL_MESSAGE_BYTES, BulkQueue, BulkSend
 from arpc.wire.frames import CHUNK_BYTES
 
@@ -57,3 +61,18 @@ def test_what_is_removed_is_not_sent():
     assert queue.small_bytes == 0
     assert queue.remove(large)
     assert not queue
+
+
+def test_a_message_that_was_sent_keeps_no_memory():
+    """The record of a reply outlives it, until the next large one."""
+    owners = [np.zeros(size, np.uint8) for size in (CHUNK_BYTES + 1, 10)]
+    memory = [weakref.ref(owner) for owner in owners]
+    bulk = BulkSend([owner.data for owner in owners])
+    del owners
+    queue = BulkQueue()
+    queue.append(bulk)
+    while queue:
+        assert not bulk.is_sent
+        queue.next_chunk()
+    assert bulk.is_sent
+    assert not any(reference() is not None for reference in memory)

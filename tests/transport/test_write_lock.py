@@ -34,7 +34,12 @@ class Pipe:
         self._buffer = b""
         self.loop = self
         self.call_soon_threadsafe = self.callbacks.append
+        self.left = 0
+        """How often it was notified that fewer bytes may be held."""
         self.turn = WriteLock(self, self, self)  # type: ignore[arg-type]
+
+    def notify_bulk_left(self) -> None:
+        self.left += 1
 
     def make_room(self, size_bytes: int) -> None:
         """The peer takes so many bytes: those that the transport holds go first."""
@@ -113,6 +118,16 @@ def test_the_rest_needs_no_other_write():
     pipe.run_callbacks()
     pipe.make_room(100)
     assert pipe.taken == b"first"
+
+
+def test_requests_that_wait_for_room_hear_that_the_rest_was_taken():
+    """The transport notifies nobody if the system takes all at once."""
+    pipe = Pipe(1)
+    assert pipe.turn.send([b"first"])
+    pipe.make_room(100)
+    pipe.run_callbacks()
+    assert pipe.turn.get_write_buffer_size() == 0
+    assert pipe.left == 1
 
 
 def test_what_has_to_wait_is_not_sent():

@@ -186,6 +186,7 @@ class Connector:
             # the main connection to the peer is still there
             peer.accepted_from_threads.discard(connection)
             link.main.set_limit(link.main.limit + THREAD_HANDLERS)
+            self.agent.dispatcher.readmit(link.main)
             return
         for of_thread in self.links_of_threads(link):
             of_thread.connection.abort(error)

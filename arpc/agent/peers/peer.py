@@ -336,7 +336,9 @@ class Peer:
         """Give up a call. ``notify_peer``: the peer is notified, if it has the call."""
         connection = call.connection
         if connection is None:
-            self.backlog.pop(call_id, None)
+            # calls behind a large one that waited for room may fit now; held calls leave at the end of the turn
+            if self.backlog.pop(call_id, None) is not None and self.backlog and not self._is_holding:
+                self.drain()
             return
         if notify_peer and connection.is_open:
             if call.bulk is not None and connection.drop_bulk(call.bulk):

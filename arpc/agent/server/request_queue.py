@@ -158,6 +158,9 @@ class RequestQueue:
             has_begun = not self._host.is_closed and self._start(call_id, is_counted=in_thread)
         if in_thread and not has_begun:
             self.thread_ended()
+        if not has_begun:
+            # a thread may have answered a request before this one counted as waiting, and so has woken nobody
+            self._start_waiting()
 
     def submit(self, job: ThreadJob) -> None:
         """Pass a plain function to a thread when there is room for its result, or at once if that should be small."""

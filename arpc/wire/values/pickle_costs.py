@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Final
 
 from arpc.errors import NotAllowedError
+from arpc.wire.values.reducers import SPELLED_OUT
 
 __all__ = ["MAX_INTEGER_BYTES", "ReadingCosts", "check_proportion", "needs_careful_reader"]
 
@@ -69,8 +70,15 @@ _FAR: Final = re.compile(
 _FAR_INDEX: Final = 1 << 16
 _LONG_BINPUT: Final = pickle.LONG_BINPUT[0]
 _LONG4: Final = pickle.LONG4[0]
-# Opcodes that change an object. For a tensor some of them are arithmetic, which may take any amount of memory
+# Opcodes that change an object. For a tensor or an array some of them are arithmetic, which may take any amount of
+# memory, and so may the items of a list that a slice stands for. Bytes under an array were checked, and must stay
 _CHANGES: Final = pickle.BUILD + pickle.SETITEM + pickle.SETITEMS + pickle.ADDITEMS
+# `FILL`, which makes arrays, is the first object in the memo of a pickle that begins as usual; any other names it
+_FIRST_OF_MEMO: Final = (pickle.BINGET + b"\0", pickle.LONG_BINGET + b"\0\0\0\0")
+_FIRST_AS_TEXT: Final = re.compile(rb"g[\s+\-0_]*\n")
+_FILL_NAME: Final = b"_fill"
+# Two opcodes of old protocols can spell a name with escapes, so that its bytes are not in the pickle
+_SPELLINGS: Final = pickle.UNICODE + pickle.STRING
 # Opcodes of keys that may have the same hash, which texts, bytes and small integers do not. Hashing a tuple in tuples
 # takes stack for each, and Python does not check whether any is left; so does freeing a slice in slices
 _ALIKE: Final = (
@@ -90,13 +98,14 @@ _NO_TUPLES: Final = frozenset(b"XCB]}\x8c\x8d\x8e\x8f\x93\x96")
 
 
 def needs_careful_reader(payload: bytes, *, has_slots: bool) -> bool:
-    """Whether a pickle may cost memory or time out of proportion, change a tensor, or use extension codes."""
+    """Whether a pickle may cost memory or time out of proportion, change a tensor or array, or hide its names."""
     if len(payload) > _MAX_KEYS_ALIKE and sum(map(payload.count, _ALIKE)) > _MAX_KEYS_ALIKE:
         return True
-    may_change = has_slots and any(change in payload for change in _CHANGES)
+    may_change = any(change in payload for change in _CHANGES) and (has_slots or _may_make_changeable(payload))
     may_double = sum(map(payload.count, _GETS)) > _MAX_DOUBLED and any(code in payload for code in _ALIKE)
     may_extend = any(code in payload for code in _EXTENSIONS)
-    if not (may_extend or may_change or may_double or _FAR.search(payload) is not None):
+    may_spell = b"\\" in payload and any(code in payload for code in _SPELLINGS)
+    if not (may_extend or may_spell or may_change or may_double or _FAR.search(payload) is not None):
         return False
     # the bytes found may be those of texts and numbers: now check opcodes only
     doubled = memoized = 0
@@ -121,6 +130,17 @@ def needs_careful_reader(payload: bytes, *, has_slots: bool) -> bool:
                 doubled += int.from_bytes(payload[at : at + size], "little") not in plain
         before = opcode
     return doubled > _MAX_DOUBLED
+
+
+def _may_make_changeable(payload: bytes) -> bool:
+    """Whether a pickle without slots may make an array, or a slice, which changes many items of a list at once."""
+    after_prefix = len(SPELLED_OUT) if payload.startswith(SPELLED_OUT) else 0
+    return (
+        any(get in payload for get in _FIRST_OF_MEMO)
+        or payload.find(_FILL_NAME, after_prefix) >= 0
+        or b"slice" in payload
+        or _FIRST_AS_TEXT.search(payload) is not None
+    )
 
 
 _NUMBERS: Final = re.compile(rb"(?:[N\x88\x89]|K.|M..|J.{4}|G.{8})*+", re.DOTALL)

@@ -36,6 +36,7 @@ __all__ = [
     "MEMO",
     "NUMBERS",
     "PREFIX",
+    "SPELLED_OUT",
     "DispatchTable",
     "HolePickler",
     "MainName",
@@ -104,7 +105,7 @@ private use. It is part of the wire format.
 """
 MEMO: Final = {id(_fill): (0, _fill)}
 """The memo of a pickler that has written the prefix."""
-_SPELLED_OUT: Final = (
+SPELLED_OUT: Final = (
     pickle.PROTO
     + b"\5"
     + b"".join(pickle.SHORT_BINUNICODE + bytes([len(name)]) + name.encode() for name in (__name__, "_fill"))
@@ -112,12 +113,13 @@ _SPELLED_OUT: Final = (
     + pickle.MEMOIZE
     + pickle.POP
 )
+"""The prefix with a name in place of the extension code."""
 
 
 def spelled_out(payload: bytes | bytearray | memoryview) -> bytes:
     """Return a pickle with a name in place of the extension code of the prefix."""
     data = bytes(payload)
-    return _SPELLED_OUT + data[len(PREFIX) :] if data.startswith(PREFIX) else data
+    return SPELLED_OUT + data[len(PREFIX) :] if data.startswith(PREFIX) else data
 
 
 def _register() -> bool:

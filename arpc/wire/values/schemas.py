@@ -217,8 +217,9 @@ class Packer:
         limit, max_bytes = self._inline_limit, self._max_body_bytes
         described = Description(slots, limit, stager)
         size = described.size_bytes
-        if size > max_bytes // 8:
-            looks = None  # not cached: whether there is room depends on the rest of each message
+        if size > max_bytes // 16:
+            # not cached: whether there is room depends on the rest of each message, and a pickle may take 7/8 of it
+            looks = None
         if size + len(meta) + len(pickle) > max_bytes:
             limit = 0  # more small tensors than a body may have: send them all as large ones
             described = Description(slots, limit, stager)

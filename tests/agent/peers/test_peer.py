@@ -264,6 +264,38 @@ async def test_a_call_that_is_cancelled_is_cancelled_there(bench):
     assert bench.peer.calls.pop(call_id) is None, "a reply that comes late finds nobody"
 
 
+@pytest.mark.parametrize("how", ["cancelled", "expired"])
+async def test_calls_behind_a_large_one_that_ends_while_it_waits_are_sent(how):
+    bench = Bench(window_bytes=1 << 20)
+    connection = bench.open()
+    tick = Deadlines.tick(bench.loop.time(), 0.01) if how == "expired" else NEVER
+    running, large, behind = bench.call(600_000), bench.call(900_000, tick), bench.call(100_000)
+    for call_id, call in (running, large, behind):
+        bench.peer.submit(call_id, call, CONTENT)
+    assert connection.calls == [running[0]]
+    if how == "expired":
+        await asyncio.wait([large[1].recipient], timeout=5)
+        await asyncio.sleep(0)
+    else:
+        large[1].recipient.cancel()
+        bench.peer.cancel(large[0])
+    assert connection.calls == [running[0], behind[0]]
+    assert not bench.peer.backlog
+    await bench.peer.aclose()
+    bench.deadlines.close()
+
+
+async def test_a_call_that_is_cancelled_leaves_others_held(bench):
+    connection = bench.open()
+    first, second = bench.call(), bench.call()
+    for call_id, call in (first, second):
+        bench.peer.hold(call_id, call, CONTENT)
+    bench.peer.cancel(first[0])
+    assert bench.peer.held(second[0]) is second[1]
+    await asyncio.sleep(0)
+    assert connection.calls == [second[0]]
+
+
 async def test_a_reply_finds_its_call_once(bench):
     bench.open()
     call_id, call = bench.call()

@@ -15,7 +15,7 @@ from arpc.agent.server.functions import ResultSizes
 from arpc.testing import Cluster, cluster
 from tests.agent.leftovers import assert_nothing_left, until
 from tests.agent.shared_memory import BusySharedMemory
-from tests.agent.stage import echo, echo_in_thread
+from tests.agent.stage import echo, echo_in_thread, hold_in_thread
 
 LARGE_BYTES = 1 << 17
 CALLS = 200
@@ -254,3 +254,28 @@ def test_a_large_result_counts_at_once_and_small_ones_in_the_long_run():
     for _ in range(1000):
         results.saw(10)
     assert results.expected_bytes <= 10
+
+
+@pytest.mark.parametrize("function", [make_large, make_large_on_the_loop])
+async def test_a_thread_answers_just_when_a_request_finds_that_too_many_run(stage, function):
+    """The thread has looked whether any wait before this one counts as waiting, so it wakes nobody."""
+    options = OPTIONS.replace(max_handlers_per_peer=1, heartbeat_interval=0)
+    async with cluster(2, options=options) as group:
+        await group[0].rpc_sync("worker1", function)
+        held = group[0].rpc_async("worker1", hold_in_thread)
+        await stage.wait_until("held begun")
+        link = link_of(group)
+        queue = group[1].agent.dispatcher.queue_of(link)
+        wait_for_handler = queue._wait_for_handler
+
+        def wait_after_answer(call_id: int) -> None:
+            for run in list(link.running.values()):
+                assert link.claim(run)  # what the thread does
+            wait_for_handler(call_id)
+
+        queue._wait_for_handler = wait_after_answer
+        async with asyncio.timeout(5):
+            assert (await group[0].rpc_async("worker1", function)).nbytes == LARGE_BYTES
+        stage.open()
+        await held
+        await assert_nothing_left(group)

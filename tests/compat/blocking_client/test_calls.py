@@ -585,6 +585,24 @@ async def test_thread_connections_take_their_share_of_the_requests_that_a_peer_m
         main.running.clear()
 
 
+async def test_requests_that_wait_begin_when_a_thread_connection_gives_its_share_back(stage: Stage):
+    async with two(QUIET.replace(max_handlers_per_peer=4 * THREAD_HANDLERS, heartbeat_interval=0)) as (group, threads):
+        (main,) = [link for link in group[1].agent.connector.links if not link.is_of_thread]
+        another = await threads.calls.connect(threads.peer)
+        await until(lambda: len(links_of(group)) == 2)
+        main.set_limit(1)
+        held = group[0].rpc_async("worker1", hold)
+        await stage.wait_until("held begun")
+        waiting = group[0].rpc_async("worker1", echo, args=("waits",))
+        await until(lambda: len(main.waiting) == 1)
+        another.close()
+        async with asyncio.timeout(5):
+            assert await waiting == "waits"
+        assert not held.done()
+        stage.open()
+        await held
+
+
 async def test_few_requests_at_once_are_few_with_thread_connections_too():
     ways = {"unix": UnixTransport()}
     async with cluster(2, options=QUIET.replace(max_handlers_per_peer=1), transports=ways) as group:

@@ -16,6 +16,7 @@ from torch.nn import Parameter
 
 from arpc.errors import ProtocolError, SerializationError
 from arpc.private import torch as private
+from arpc.wire.frames import HEADER_BYTES, ONE_OFF
 from arpc.wire.values import schemas
 from arpc.wire.values.layouts import read_layout
 from arpc.wire.values.raw_memory import MEMORY, address_of
@@ -317,3 +318,15 @@ def test_small_tensors_are_inline_as_long_as_the_body_has_room(count, pickle_byt
     assert (content.schema.inline_bytes > 0) is are_inline
     assert (len(content.buffers) == 0) is are_inline
     assert content.size_bytes() > count * 512
+
+
+def test_tensors_that_were_inline_leave_room_for_a_large_pickle_and_metadata():
+    max_body_bytes = 1 << 20
+    packer = Packer(8192, max_body_bytes)
+    tensors = [torch.zeros(4000, dtype=torch.uint8) for _ in range(32)]
+    for _ in range(3):
+        assert not packer.pack(tensors).buffers
+    content = packer.pack(tensors, bytes(max_body_bytes * 7 // 8), bytes(5000))
+    assert content.schema is not None
+    for number in (1, ONE_OFF):
+        assert len(content.framed(1, 0, 1, 1, 0, number)) - HEADER_BYTES <= max_body_bytes

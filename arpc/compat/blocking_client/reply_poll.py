@@ -16,14 +16,12 @@ from arpc.transport.busy_poll import yield_cpu
 
 __all__ = ["ReplyPoll"]
 
-_SHARED_S: Final = 0.00002
-"""To yield takes longer than this if another program or thread wants this CPU, or the interpreter lock."""
 _FIRST_CREDIT: Final = 20
 _CREDIT: Final = 50
 _PRICE: Final = 10
 """The credit that a poll without a reply costs; a poll with one earns 1."""
 _PAUSE_S: Final = 0.05
-_LONGEST_PAUSE_S: Final = 0.8
+_LONGEST_PAUSE_S: Final = 0.2
 _CHECK_S: Final = 0.25
 """The interval between checks whether the peer can run at the same time."""
 
@@ -67,13 +65,11 @@ class ReplyPoll:
             self._is_crowded = False
             until = now + self._longest_s
             while not has_input(0):
-                begun = self._clock()
-                if begun < until and not self._is_crowded:
-                    self._give_way()
-                    if self._clock() - begun < _SHARED_S:
-                        continue
-                self._missed(begun)
-                return
+                now = self._clock()
+                if now >= until or self._is_crowded:
+                    self._missed(now)
+                    return
+                self._give_way()
             self._pause_s = _PAUSE_S
             self._credit = min(self._credit + 1, _CREDIT)
         finally:

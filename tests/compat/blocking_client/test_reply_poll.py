@@ -56,10 +56,12 @@ def test_there_is_no_poll_if_it_is_turned_off_or_cannot_help(longest_s, is_worth
     assert Stage(longest_s, is_worth_it=is_worth_it).wait(0) == 0
 
 
-def test_a_poll_ends_when_another_program_takes_the_cpu():
+def test_programs_that_want_the_cpu_get_it_while_a_thread_polls():
     stage = Stage()
-    stage.yield_s = 0.001
-    assert stage.wait(10) == 1
+    stage.yield_s = 0.0001
+    assert stage.wait(10) == 2, "the time is over"
+    stage.yield_s = 0.00001
+    assert stage.wait(3) == 4, "the peer may be one of them"
 
 
 def test_polls_that_find_nothing_stop_polling_for_longer_and_longer():
@@ -72,7 +74,7 @@ def test_polls_that_find_nothing_stop_polling_for_longer_and_longer():
             stage.now += 0.01
         pauses.append(round(stage.now - begun, 1))
     assert pauses == sorted(pauses)
-    assert pauses[-1] == pauses[-2] > 0.5
+    assert pauses[-1] == pauses[-2] > 0.15
 
 
 def test_polls_that_find_their_reply_allow_for_one_in_eleven_that_does_not():

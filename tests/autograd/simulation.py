@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 import itertools
+import math
 import random
 import sys
 from collections import Counter
@@ -40,6 +41,9 @@ class Part:
         self.plan = plan
         self.parent = parent
         self.is_over = False
+        self.is_busy = False
+        """Whether a thread runs the next slice."""
+        self.inbox: list[tuple[int, Parcel]] = []
         self.sums = GradientSums()
         self.heading = heading or PassHeading(
             0, worker.net.pass_id, worker.net.retains, plan.cutoff, sorted(worker.failed)
@@ -47,12 +51,47 @@ class Part:
         retain_graph = self.heading.retain_graph
         self.protocol = PassProtocol(worker.number, plan, self.sums, self.heading.pass_id, retain_graph=retain_graph)
 
+    def receive(self, sender: int, parcel: Parcel | None, answering: tuple[int, int] | None = None) -> None:
+        if parcel is not None:
+            self.inbox.append((sender, parcel))
+        if not self.is_busy:
+            self.advance(answering)
+        elif answering is not None:
+            self.answer_at_once(answering)
+
+    def answer_at_once(self, answering: tuple[int, int]) -> None:
+        net, (peer, call) = self.worker.net, answering
+        net.transmit(self.worker.number, peer, "answer", call, self.heading.pass_id, None, None)
+
+    def runs_in_thread(self, answering: tuple[int, int] | None) -> bool:
+        """Post the gradients of a slice. The next one may take its time, in which parcels arrive."""
+        for peer, parcel in self.protocol.post():
+            self.send(peer, parcel)
+        self.is_busy = self.worker.net.random.random() < 0.5
+        if self.is_busy:
+            self.worker.net.later(3 * self.worker.net.random.random(), self.resume)
+            if answering is not None:
+                self.answer_at_once(answering)
+        return self.is_busy
+
+    def resume(self) -> None:
+        self.is_busy = False
+        if not self.is_over:
+            self.advance()
+
     def advance(self, answering: tuple[int, int] | None = None) -> None:
-        worker, protocol = self.worker, self.protocol
+        worker, protocol, net = self.worker, self.protocol, self.worker.net
         try:
-            while (run := protocol.next_run()) is not None:
-                worker.net.runs += 1
-                worker.net.running = self.heading.pass_id
+            while True:
+                while self.inbox:
+                    protocol.received(*self.inbox.pop(0))
+                if protocol.is_cut and self.runs_in_thread(answering):
+                    return
+                run = protocol.next_run(net.nodes_per_run)
+                if run is None:
+                    break
+                net.runs += 1
+                net.running = self.heading.pass_id
                 protocol.ran(run, run_regions(run, self.plan, self.heading.retain_graph))
         except Exception as error:  # noqa: BLE001 - a hook of the program
             self.fail(f"{worker.number}: {error}", answering)
@@ -146,14 +185,12 @@ class Worker:
         part = self.part
         if part is None or part.heading.pass_id != pass_id:
             part = self.part = Part(self, heading, (sender, call), Plan(self.context.sends, cutoff=heading.cutoff))
-            part.protocol.received(sender, parcel)
-            part.advance()
+            part.receive(sender, parcel)
         elif part.is_over:
             answer = None if sender in self.context.last_announced_to else NOTHING_LIVE
             self.net.transmit(self.number, sender, "answer", call, pass_id, answer, None)
         else:
-            part.protocol.received(sender, parcel)
-            part.advance((sender, call))
+            part.receive(sender, parcel, (sender, call))
 
     def on_answer(self, sender: int, pass_id: int, parcel: Parcel | None, error: str | None) -> None:
         part = self.part
@@ -163,9 +200,7 @@ class Worker:
             part.fail(error)
             return
         part.protocol.acknowledged()
-        if parcel is not None:
-            part.protocol.received(sender, parcel)
-        part.advance()
+        part.receive(sender, parcel)
 
     def abort(self, pass_id: int) -> None:
         self.context.roll_back(pass_id)
@@ -183,6 +218,7 @@ class Net:
 
     def __init__(self, workers: int, dice: random.Random) -> None:
         self.random = dice
+        self.nodes_per_run = dice.choice((math.inf, 1, 2, 5))
         self.workers = [Worker(self, number) for number in range(workers)]
         self.message_ids = itertools.count(1)
         self.calls = itertools.count(1)

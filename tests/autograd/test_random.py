@@ -9,6 +9,8 @@ import pytest
 import torch
 
 import arpc
+from arpc.autograd.engine.run_policy import RunPolicy
+from arpc.autograd.service import AutogradService
 from arpc.testing import cluster
 from tests.autograd import programs
 from tests.autograd.conftest import OPTIONS, assert_nothing_is_left
@@ -43,4 +45,14 @@ async def test_gradients_are_those_of_one_process(workers):
     async with cluster(workers, options=OPTIONS) as group:
         for seed in range(12):
             await check(group, seed * 10 + workers, workers)
+        assert_nothing_is_left(group)
+
+
+async def test_gradients_are_those_of_one_process_if_runs_are_cut(monkeypatch):
+    """As they are if other workers have CPUs of their own, and regions take long."""
+    monkeypatch.setattr(RunPolicy, "nodes_per_slice", 2)
+    monkeypatch.setattr(AutogradService, "has_peer_elsewhere", lambda *_: True)
+    async with cluster(3, options=OPTIONS) as group:
+        for seed in range(20):
+            await check(group, seed * 10 + 3, 3)
         assert_nothing_is_left(group)

@@ -30,6 +30,22 @@ REQUEST = int(MessageType.REQUEST)
 REPLY = int(MessageType.REPLY)
 
 
+class Clock:
+    """The time between frames: none, unless a test lets some pass."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture(autouse=True)
+def clock(monkeypatch):
+    clock = Clock()
+    monkeypatch.setattr(base, "_clock", clock)
+    return clock
+
+
 class ListConnection(Connection):
     """Writes into a list, and ends when told to."""
 
@@ -215,6 +231,39 @@ async def test_on_one_cpu_there_are_few_writes():
     connection, _ = await opened()
     for read in (2, 4, 16, 64):
         assert portions(connection, read, 20) == [20]
+
+
+@pytest.mark.parametrize(("is_elsewhere", "written"), [(True, [2, 1, 2]), (False, [5])])
+async def test_frames_with_much_time_between_them_do_not_wait_for_each_other(clock, is_elsewhere, written):
+    """The code that sends them computes, and a peer with a CPU of its own can begin."""
+    connection, _ = await opened()
+    connection.is_elsewhere = is_elsewhere
+    connection.send = connection._send_later
+    for number, pause_s in enumerate([0, 0.001, 0.001, 0, 0.001]):
+        clock.now += pause_s
+        connection.send(small_frame(number))
+    await asyncio.sleep(0)
+    assert [len(data) // HEADER_BYTES for data in connection.written] == written
+    clock.now += 1
+    connection.written.clear()
+    connection.send(small_frame(9))
+    assert not connection.written, "the first of a turn waits"
+    await asyncio.sleep(0)
+    assert len(connection.written) == 1
+
+
+async def test_replies_with_much_time_between_them_do_not_wait_for_the_end_of_a_read(clock):
+    connection, _ = await opened()
+    connection.is_elsewhere = True
+
+    def answer(_, messages):
+        for message in messages:
+            clock.now += 0.001
+            connection.send(small_frame(100 + message.id))
+
+    connection._messages_received = answer
+    connection.feed(b"".join(map(small_frame, range(4))))
+    assert [len(data) // HEADER_BYTES for data in connection.written] == [2, 1, 1]
 
 
 async def test_what_is_sent_after_a_read_goes_out_in_its_portions():

@@ -198,7 +198,7 @@ class PassProtocol(msgspec.Struct, eq=False):
         """
         self.is_cut = False
         while regions := self._settled:
-            self._settled = []
+            self._settled, self.is_cut = [], False
             may_cross = False
             if len(regions) > 1 or regions[0].touches or self._late:
                 regions, may_cross = self._gather(regions)

@@ -91,6 +91,42 @@ def test_a_request_and_its_reply_take_one_parcel_each_way():
     assert caller.protocol.used == [1]
 
 
+def test_a_long_run_is_cut_and_its_first_gradients_leave_early():
+    """Six calls of another worker, each with a node here; the other gets the gradients of two at a time."""
+    results = [recv(10 + number, 1, stamp=2) for number in range(6)]
+    sends = {number: (1, [Node(results[number])]) for number in range(6)}
+    part = Part(sends, me=0, cutoff=100)
+    part.protocol.received(1, Parcel([(number, ["g"]) for number in range(6)], is_first=True, ids=list(range(6))))
+    posted = []
+    while (run := part.protocol.next_run(2)) is not None:
+        assert len(run.regions) == 2
+        part.protocol.ran(run, [(edge, "g") for region in run.regions for edge in region.targets])
+        if part.protocol.is_cut:
+            posted += part.protocol.post()
+            part.protocol.sent()
+    posted += part.protocol.post()
+    assert [(to, [number for number, _ in parcel.gradients]) for to, parcel in posted] == [
+        (1, [10, 11]),
+        (1, [12, 13]),
+        (1, [14, 15]),
+    ]
+    assert [(parcel.is_first, parcel.ids) for _, parcel in posted] == [
+        (True, [12, 13, 14, 15]),
+        (False, []),
+        (False, []),
+    ]
+
+
+def test_regions_that_lead_into_each_other_run_together():
+    shared, x = Node(Leaf()), Leaf()
+    part = Part({1: (1, [shared]), 2: (1, [Node(shared)]), 3: (1, [Node(x)])}, cutoff=100)
+    part.protocol.received(1, Parcel([(number, ["g"]) for number in (1, 2, 3)], is_first=True, ids=[1, 2, 3]))
+    run = part.protocol.next_run(1)
+    assert run is not None
+    assert len(run.regions) == 3
+    assert not part.protocol.is_cut
+
+
 def test_what_a_first_parcel_does_not_list_gets_nothing():
     part = Part({1: (1, [Leaf()]), 2: (1, [Leaf()]), 3: (2, [Leaf()])})
     part.protocol.received(1, Parcel(is_first=True, ids=[2]))

@@ -30,6 +30,8 @@ SHORT_ELEMENTS: Final = 100_000
 SLICE_S: Final = 0.002
 """About how long a part of a long run takes, after which other workers get its gradients."""
 
+_LEAST_S: Final = 1e-5
+
 _REMEMBERED: Final = 1024
 _UNTIMED: Final = 15
 """The number of further runs of a long graph that are not timed: a clock that was not read for some time is slow."""
@@ -60,7 +62,7 @@ class RunPolicy:
 
     def __init__(self) -> None:
         self._seconds_per_node = SHORT_S / SHORT_NODES
-        """In the last run that was not short."""
+        """In the last run that was not short, or as large as a slice."""
         self._seconds: dict[tuple[int, int], float] = {}
         self._short: set[tuple[int, int]] = set()
         """Graphs that are known to be short, except those that took long the last time."""
@@ -96,8 +98,10 @@ class RunPolicy:
             begun = perf_counter()
             # The CPU time of a thread is slow to read, and not needed as long as the graph stays short
             result = function(*args)
-            if perf_counter() - begun > SHORT_S:
+            seconds = perf_counter() - begun
+            if seconds > SHORT_S:
                 self._short.discard(extent)
+            self._pace(extent, seconds)
             return result
         if (untimed := self._untimed.pop(extent, 0)) > 0:
             self._untimed[extent] = untimed - 1
@@ -119,13 +123,19 @@ class RunPolicy:
             known = cpu_seconds
         # A run that waits may wait for a hook that blocks, or for other programs on this machine. Only hooks repeat.
         self._seconds[extent] = max(cpu_seconds, min(seconds, 2 * known))
+        self._pace(extent, self._seconds[extent])
         if self._seconds[extent] > SHORT_S:
-            self._seconds_per_node = self._seconds[extent] / extent[0]
             self._short.discard(extent)
             if not is_new and known > SHORT_S and cpu_seconds > SHORT_S:
                 self._untimed[extent] = _UNTIMED
         elif seconds <= SHORT_S:
             self._short.add(extent)
+
+    def _pace(self, extent: Extent, seconds: float) -> None:
+        """Record how long nodes took: in long runs, and in all slices, or one slow run would cut all later ones."""
+        count = max(extent[0], 1)
+        if seconds > SHORT_S or count * self._seconds_per_node >= SLICE_S:
+            self._seconds_per_node = max(seconds, _LEAST_S) / count
 
 
 class ThreadsOnly(RunPolicy):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 
-from arpc.autograd.engine.run_policy import SHORT_ELEMENTS, SHORT_NODES, SHORT_S, RunPolicy, extent_of
+from arpc.autograd.engine.run_policy import SHORT_ELEMENTS, SHORT_NODES, SHORT_S, SLICE_S, RunPolicy, extent_of
 from arpc.autograd.passes.plan import Plan
 from arpc.autograd.passes.protocol import Run
 
@@ -45,6 +46,32 @@ def test_one_that_kept_the_cpu_busy_goes_to_a_thread_at_once_and_may_come_back()
     assert Graph(elements=3).is_short(policy)
     policy.took(graph.extent, SHORT_S / 10, SHORT_S / 10)
     assert graph.is_short(policy)
+
+
+def test_slices_are_as_long_as_the_nodes_of_the_last_long_run_suggest():
+    policy = RunPolicy()
+    policy.took((100, 1), 10 * SLICE_S, 10 * SLICE_S)
+    assert policy.nodes_per_slice == pytest.approx(10)
+    policy.took((1, 1), SHORT_S / 100, SHORT_S / 100)
+    assert policy.nodes_per_slice == pytest.approx(10), "a short run says nothing"
+
+
+def test_one_slow_run_does_not_cut_all_later_ones():
+    """Its nodes may have waited for something. The first slice of the next run shows how long nodes take."""
+    policy, extent = RunPolicy(), (10, 1)
+    for _ in range(2):
+        policy.run(extent, int)
+    policy.took((2, 1), 1.0, 1.0)
+    assert policy.nodes_per_slice < 1
+    policy.run(extent, int)
+    assert policy.nodes_per_slice > 100
+
+
+def test_runs_in_anomaly_mode_are_not_cut():
+    policy = RunPolicy()
+    with torch.autograd.set_detect_anomaly(True):
+        assert policy.nodes_per_slice == float("inf")
+    assert policy.nodes_per_slice < 1000
 
 
 def test_one_that_waits_again_and_again_goes_to_a_thread():

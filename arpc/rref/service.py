@@ -14,6 +14,7 @@ from arpc.agent.server.functions import Mode
 from arpc.agent.server.run import Run
 from arpc.errors import ProtocolError, RRefError
 from arpc.ids import GloballyUniqueId, WorkerInfo
+from arpc.rref.states import OwnerState
 from arpc.rref.values import Value
 from arpc.wire.messages import (
     Message,
@@ -124,16 +125,18 @@ class RRefService:
         """Return the value that a creation makes; None if nothing is to run. Raises `ProtocolError` without a label."""
         number, oldest, rref, fork, made = unpack_label(run.meta.pop(KEY, None) if run.meta else None)
         caller, function = run.inbound.caller, run.function
-        if not self._windows[caller.id].admit(number, oldest):
-            if rref not in self.forks.owned:
-                text = f"the creation of RRef {_text(rref)} has a number that worker {caller.name!r} has used before"
-                self.context.agent.dispatcher.replies.refused(run, RRefError(text))
-            elif run.handling is not None:  # a second copy: the first is answered
+        value: Value | None = None
+        problem = f"was given up by worker {caller.name!r}"
+        if self._windows[caller.id].admit(number, oldest):
+            value = self.forks.creation_arrived(rref, fork, caller)
+        elif (known := self.forks.owned.get(rref)) is None:
+            problem = f"has a number that worker {caller.name!r} has used before"
+        elif known.state is not OwnerState.ABANDONED:
+            if run.handling is not None:  # a second copy: the first is answered
                 self.context.agent.observers.ended(run, 0, None)
             return None
-        value = self.forks.creation_arrived(rref, fork, caller)
         if value is None:
-            error = RRefError(f"the creation of RRef {_text(rref)} was given up by worker {caller.name!r}")
+            error = RRefError(f"the creation of RRef {_text(rref)} {problem}")
             self.context.agent.dispatcher.replies.refused(run, error)
             return None
         if not made and message.arg:  # a function that is sent with its arguments has no name yet

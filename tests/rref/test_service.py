@@ -18,7 +18,7 @@ from arpc.rref.states import OwnerState
 from arpc.testing import Cluster
 from arpc.transport.sockets import UnixTransport
 from arpc.wire.frames import frame
-from arpc.wire.messages import MessageType
+from arpc.wire.messages import MessageType, RRefCreationFailed
 from arpc.wire.metadata import encode_metadata
 from tests.rref import objects
 from tests.rref.conftest import OPTIONS, cluster, nothing_is_held, until
@@ -151,10 +151,10 @@ async def test_a_creation_that_was_given_up_before_it_came_is_refused(group: Clu
     await arpc.remote("worker1", objects.make_number, (0,))
     context = group[1].rref_context
     rref, fork = group[0].rref_context.ids.next_number(), group[0].rref_context.ids.next_number()
-    context.carry_out(context.forks.creation_abandoned(rref, fork, group[0].info, "it was cut"))
     peer = group[0].agent.known_peer("worker1")
     numbers = group[0].rref_context.numbers["worker1"]
     number, oldest = numbers.take()
+    await group[0].agent.request(RRefCreationFailed, "worker1", (0, oldest, [rref, fork, number, "it was cut"]))
     label = pack_label(number, oldest, rref, fork, "")
     future = group[0].agent.loop.create_future()
     call = Call(

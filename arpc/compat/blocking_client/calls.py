@@ -15,7 +15,6 @@ from functools import partial
 from itertools import count
 from time import perf_counter_ns
 from typing import Any, Final, NoReturn
-from weakref import WeakKeyDictionary
 
 from arpc import torchstate
 from arpc.agent.agent import Agent
@@ -25,7 +24,6 @@ from arpc.agent.peers.link import THREAD
 from arpc.agent.peers.peer import Peer
 from arpc.agent.scope import WorkerScope, current_scope
 from arpc.agent.server.functions import name_of
-from arpc.compat.blocking_client.reply_poll import ReplyPoll
 from arpc.compat.blocking_client.thread_connection import (
     NotSentError,
     ThreadConnection,
@@ -36,8 +34,6 @@ from arpc.compat.blocking_client.thread_connections import MAX_OWED, ThreadConne
 from arpc.errors import ProtocolError, RpcTimeoutError, WireError
 from arpc.log import get_logger
 from arpc.options import Unset
-from arpc.transport.busy_poll import can_run_at_once
-from arpc.transport.sockets import StreamConnection
 from arpc.wire.frames import MAX_TIMEOUT_MS, frame
 from arpc.wire.handshake import Role
 from arpc.wire.messages import Message, MessageType, Reply, RequestFlag
@@ -76,7 +72,6 @@ class BlockingCalls:
         """False if every call must take the loop."""
         self._are_told = options.timeouts_travel
         self._shared_from_bytes = options.shared_memory_from_bytes
-        self._polls: WeakKeyDictionary[StreamConnection, ReplyPoll] = WeakKeyDictionary()
         self._ids = count(1)
         self._reports: deque[tuple[str, Any, int, BaseException | None]] = deque()
         self._is_report_due = False
@@ -256,7 +251,7 @@ class BlockingCalls:
         if pool is None:
             limit = 0 if peer.info.id == agent.info.id else _MAX_CONNECTIONS
             peer.thread_connections = pool = ThreadConnections(
-                peer.info.name, agent.loop, partial(self.connect, peer), limit
+                peer.info.name, agent.loop, partial(self.connect, peer), limit, agent.options.busy_poll
             )
         pool.open_another(peer.connection)
 
@@ -274,17 +269,7 @@ class BlockingCalls:
             raise WireError(f"worker {name!r} has no address that a thread can connect to")
         protocol = dialer.protocol(Role.CONNECTOR, only(record), features=(THREAD,))
         async with asyncio.timeout(options.connect_timeout):
-            connection = await open_thread_connection(usable[0], protocol)
-        if isinstance(main, StreamConnection):
-            connection.poll = self._poll_for(main)
-        return connection
-
-    def _poll_for(self, main: StreamConnection) -> ReplyPoll:
-        """Return the `ReplyPoll` of all connections of threads that belong to a connection of the loop."""
-        poll = self._polls.get(main)
-        if poll is None:
-            poll = self._polls[main] = ReplyPoll(self._agent.options.busy_poll, partial(can_run_at_once, main))
-        return poll
+            return await open_thread_connection(usable[0], protocol)
 
     # -- meters
 

@@ -42,7 +42,7 @@ class ReplyPoll:
         self._clock = clock
         self._give_way = give_way or yield_cpu
         self._alone = threading.Lock()
-        """Held by the call that polls, or may poll."""
+        """Held by the call that polls."""
         self._is_crowded = False
         """Whether another call was made while one had the lock."""
         self._credit = _FIRST_CREDIT

@@ -16,6 +16,7 @@ from weakref import WeakSet
 
 from arpc.agent.peers.peer import MakeError
 from arpc.agent.server.functions import name_of
+from arpc.compat.blocking_client.reply_poll import ReplyPoll
 from arpc.compat.blocking_client.thread_connection import ThreadConnection
 from arpc.errors import ArpcError
 from arpc.log import get_logger
@@ -44,6 +45,7 @@ class ThreadConnections:
         loop: asyncio.AbstractEventLoop,
         open_connection: Callable[[], Awaitable[ThreadConnection]],
         limit: int,
+        longest_poll_s: float = 0.0,
     ) -> None:
         self.name = name
         self.limit = limit
@@ -58,6 +60,8 @@ class ThreadConnections:
         """True while another connection is being opened, and for a while after that has failed."""
         self.not_for: set[int] = set()
         """The numbers of functions whose results are faster on the loop's connection."""
+        self._poll = ReplyPoll(longest_poll_s, self._is_peer_elsewhere)
+        """Polls for the replies of all calls to the peer."""
         self._loop = loop
         self._open_connection = open_connection
         self._all: set[ThreadConnection] = set()
@@ -110,6 +114,7 @@ class ThreadConnections:
             self._opening = None
         # the loop's connection may have been lost meanwhile
         if connection is not None and main is self.main:
+            connection.poll = self._poll
             self._all.add(connection)
             self.free.append(connection)
         elif connection is not None:
@@ -118,6 +123,11 @@ class ThreadConnections:
         if connection is None:
             self._ask_again_at = monotonic() + _RETRY_S
         self._arm()
+
+    def _is_peer_elsewhere(self) -> bool:
+        """Whether the peer can run while a thread polls. Called in any thread."""
+        main = self.main
+        return main is not None and main.is_peer_elsewhere
 
     def _arm(self) -> None:
         if self._timer is None:

@@ -84,15 +84,17 @@ def links_of(group: Cluster) -> list[Any]:
     return [link for link in group[1].agent.connector.links if link.is_of_thread]
 
 
-async def test_connections_to_one_peer_share_a_poll():
+async def test_connections_to_one_peer_share_a_poll_that_does_not_keep_the_loops_connection():
     async with two() as (_, threads):
-        first, second = [await threads.calls.connect(threads.peer) for _ in range(2)]
-        try:
-            assert first.poll is not None
-            assert first.poll is second.poll
-        finally:
-            first.close()
-            second.close()
+        pool = threads.connections
+        pool.open_another(pool.main)
+        await until(lambda: len(pool.all) == 2)
+        first, second = pool.all
+        assert first.poll is not None
+        assert first.poll is second.poll
+        assert pool._is_peer_elsewhere() is pool.main.is_peer_elsewhere
+        pool.end(lambda name: WorkerLostError(name, "worker1"))
+        assert not pool._is_peer_elsewhere()
 
 
 # -- what a call is on a connection
